@@ -38,6 +38,12 @@ class Beside:
         self.made, self.of, self.pool, tail.ready = None, [], None, None
         self.refused = False  # what comes may be read where what went could not
 
+    def refuses(self, pages: Pages | None) -> bool:
+        """Whether they cannot be read where they are, as far as that is known before units are chosen: not so on a GPU."""
+        if pages is not None and self.made is None and pages._table.is_cpu:
+            self.refused = pages.readable(pages.table[:, :0]) is None
+        return self.refused
+
     def reading(self, pages: Pages, units: Tensor | None, dim: int, dim_v: int) -> int | Far | Fetched | None:
         """Where the description of these units lies (None: of all pages), on a GPU itself; None, from then on too, if there can
         be none."""

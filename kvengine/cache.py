@@ -54,8 +54,9 @@ class LayerCache:
             self.stack.check_channels(*found)  # where the model could not be tried when it was patched
             self.session.channels.add(found)
         self.sequences, self.heads = k.shape[:2]
-        parts, groups = [], self.stack.routing.lanes(self.layer, self.layers, self.heads)
-        for number, (members, retention) in enumerate(answers.lanes(self.stack.routing, groups, self.heads)):
+        parts, routing, at = [], self.stack.routing, (self.layer, self.layers)
+        groups = routing.lanes(*(at if routing.numbered else self.session.place(*at)), self.heads)
+        for number, (members, retention) in enumerate(answers.lanes(routing, groups, self.heads)):
             index = None if len(members) == self.heads else torch.tensor(members, device=k.device)
             run = slice(members[0], members[-1] + 1)
             mine = (k, v) if index is None else (k[:, index], v[:, index])

@@ -14,12 +14,14 @@ from kvengine.kernels.attention import attention
 from kvengine.kernels.state import State
 from kvengine.pages import Pages
 from kvengine.policies._budget import Budget, tokens, tokens_by_row
-from kvengine.policies.selection import Where
+from kvengine.policies.selection import Where, logits
 from kvengine.session import Call
 from kvengine.verdicts import Verdicts
 
 SCANNED = 1 << 19
 """Numbers of a row's keys from which on they are read once for a choice and attention."""
+PART = 1 << 12
+"""Keys of a row that are made floats at a time."""
 
 
 class Choosing(Verdicts):
@@ -28,17 +30,30 @@ class Choosing(Verdicts):
     scanned: State | None = None  # attention to all sealed tokens, found on the way to a choice
 
     def scans(self, pages: Pages | None) -> bool:
-        """Whether one reading is to serve a choice and attention; a short one, made twice, takes less than a step in parts."""
-        if not self.first.is_cpu or not self.stack.selection.scans(self.layer, self.layers):
+        """Whether one reading is to serve a choice and attention: of pages in tiers, which would be brought twice; of others
+        where C can, and a long one, as a short one, made twice, takes less than a step in parts."""
+        if pages is None or not len(pages) or not self.stack.selection.scans(self.layer, self.layers):
             return False
-        return pages is not None and len(pages) * self.tail.k.shape[-1] >= SCANNED
+        return pages.pool.once or (self.first.is_cpu and len(pages) * self.tail.k.shape[-1] >= SCANNED)
 
     def scan(self, pages: Pages, call: Call, q: Tensor) -> Float[Tensor, "row group token"] | None:
-        """Logits of all sealed keys; what attention finds in the same reading is `scanned`. None if no kernel does both."""
-        pages.coarse = self.session.coarse
-        found = pages.scan(q, call.scale, self.tail.v.shape[-1]) if call.softcap is None and self.scans(pages) else None
+        """Logits of all sealed keys; what attention finds in the same reading is `scanned`. None if they are read twice."""
+        pages.coarse, found = self.session.coarse, None
+        if not self.scans(pages):
+            pass
+        elif pages.pool.once:
+            found = self.bring(pages, call, q)
+        elif call.softcap is None:
+            found = pages.scan(q, call.scale, self.tail.v.shape[-1])
         self.scanned, logits = found or (None, None)
         return logits
+
+    def bring(self, pages: Pages, call: Call, q: Tensor) -> tuple[State, Float[Tensor, "row group token"]]:
+        """The same of pages that are not where a kernel could read them."""
+        k, v = pages.decoded()
+        position = None if pages.clean else pages.position
+        state = attention(q[:, :, None], k, v, None, call.scale, softcap=call.softcap, position=position)
+        return state, logits(q, k.split(PART, 1), call.scale)
 
     def select(self, pages: Pages, q: Tensor, call: Call) -> Int[Tensor, "row chosen"] | None:
         if call.named is not None:

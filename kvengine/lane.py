@@ -205,7 +205,7 @@ class Lane(Choosing):
         stored = pages if pages is not None and len(pages) else None
         if self.marks or self.session.recording or self.beside.refused or (stored is None and k.is_cpu):
             return None
-        if self.scans(stored) or not tail.takes(q, k, v):
+        if self.scans(stored) or self.beside.refuses(stored) or not tail.takes(q, k, v):
             return None
         before, self.since = self.lengths, self.seen
         self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]

@@ -76,6 +76,11 @@ class Readable(User):
         """Fields that are not read now."""
         return self.representation.fine if self.coarse else ()
 
+    @property
+    def once(self) -> bool:
+        """Whether a page of which several units are chosen is brought and decoded once. A GPU's host does not wait to know."""
+        return self._table.is_cpu or self.pool.once
+
     def decoded(self, columns: slice = ALL) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
         """Keys and values of all slots; anything where a row has no page."""
         return self.decoding(columns)()
@@ -150,15 +155,17 @@ class Readable(User):
         unit = self.selection.unit
         per = self.page // unit
         piece, position = unit_places(units, self.table, self.position, page=self.page, unit=unit)
-        whole = self.pool.per != per
-        arriving = self.pool.start(self.pool.pieces(piece // per) if whole else piece, self.without)
+        whole, which = self.pool.per != per, None
+        if whole:
+            wanted, which = (piece // per).unique(return_inverse=True) if self.once else (piece // per, None)
+        arriving = self.pool.start(self.pool.pieces(wanted) if whole else piece, self.without)
 
         def finish() -> tuple[Tensor, Tensor, Tensor]:
             fields = arriving()
             k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
             if whole:
-                every = torch.arange(len(piece), device=piece.device)
-                k, v = (x.unflatten(1, (per, unit))[every, piece % per] for x in (k, v))
+                of = torch.arange(len(piece), device=piece.device) if which is None else which
+                k, v = (x.unflatten(1, (per, unit))[of, piece % per] for x in (k, v))
             return k.unflatten(0, units.shape).flatten(1, 2), v.unflatten(0, units.shape).flatten(1, 2), position
 
         return finish

@@ -160,6 +160,11 @@ class Pool:
         return any(getattr(shelf, "recalls", True) for shelf in self.shelves)
 
     @property
+    def once(self) -> bool:
+        """Whether the host knows which pieces a read wants, so that it may ask for each once."""
+        return any(getattr(shelf, "once", True) for shelf in self.shelves)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, wherever it is."""
         return self.per * sum(shelf.piece_bytes for shelf in self.shelves)

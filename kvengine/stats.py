@@ -36,7 +36,7 @@ class Stats:
             kv head]; after a prompt, those held.
         read_per_token: bytes of keys, values, codes, summaries and states that decoding one more token reads, all layers; as
             often as layers read them, where later ones share an earlier one's. Of pages of codes of which some tokens are read:
-            their codes, and once the ranges of the groups that they are in; the whole page where it is brought from a tier.
+            their codes, and once the ranges of the groups that they are in; the whole page, once, where a tier brings it.
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
@@ -167,12 +167,20 @@ def chosen_reads(lane: Lane, pages: Pages, coarse: bool) -> int:
         tokens = max(0, int(attended(lane).sum()) - int(lane.tail.count().sum()))
     if (fields := in_place(lane, pages, coarse)) is not None:
         size: float = codecs.bytes_of(pages.representation.read_as(coarse), fields, where, there, pages.page)
-    else:  # a piece is brought for each, or its page
-        per = pages.pool.per if pages.pool.per == pages.page // pages.selection.unit else 1
-        size = page_bytes(pages, coarse) / per * int((units >= 0).sum())
+    else:
+        size = brought(lane, pages, units) * page_bytes(pages, coarse)
     if tokens != found:
         size = size * tokens / found if found else page_bytes(pages, coarse) * tokens / pages.page
     return int(size) + (0 if pages.joint is None else pages.joint.reads(tokens))
+
+
+def brought(lane: Lane, pages: Pages, units: Int[Tensor, "row chosen"]) -> float:
+    """Pages' worth of what is brought for these units: a piece for each, or their pages, each once if it is decoded first."""
+    per, there = pages.page // pages.selection.unit, units >= 0
+    each = not pages.once or (lane.shift() is None and pages.readable(pages.table[:, :0]) is not None)
+    if pages.pool.per == per or each:
+        return int(there.sum()) / pages.pool.per
+    return len(pages.table.gather(1, units.clamp(min=0).long() // per)[there].unique())
 
 
 def in_place(lane: Lane, pages: Pages, coarse: bool) -> dict[str, Tensor] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import every
+from support import Bare, every
 from support_kernels import backends
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from kvengine.beside import Beside
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError
 from kvengine.lane import Lane
+from kvengine.policies.selection.quest import Quest
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call, Session
@@ -202,3 +203,14 @@ def test_a_gradient_that_one_call_has_merged_over_is_refused() -> None:
         layer.forward(*feed(1), Call(0.2))
     with pytest.raises(CacheError, match="has written there since"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("more", ["", " + disk(device=0, host=0)"])
+def test_a_token_chooses_once(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it turns out that pages cannot be read where they are, which was known only when units were chosen."""
+    one, chosen, select = Bare(f"quest(budget=24, page=4){more}"), list[int](), Quest.select
+    monkeypatch.setattr(Quest, "select", lambda self, *about: (chosen.append(1), select(self, *about))[1])
+    one.feed(70)
+    for _ in range(40):
+        one.feed(1)
+    assert len(chosen) == 40

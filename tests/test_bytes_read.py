@@ -16,6 +16,7 @@ from torch import Tensor
 from kvengine.cache import LayerCache
 from kvengine.kernels import dispatch
 from kvengine.lane import Lane
+from kvengine.policies.representation.kivi import Kivi
 from kvengine.policies.retention import Retention
 from kvengine.policies.selection.quest import Quest
 from kvengine.session import Call
@@ -83,29 +84,38 @@ def test_codes_of_the_tokens_chosen_and_ranges_of_their_groups(text: str) -> Non
     assert sealed
 
 
-def test_a_page_is_read_whole_where_it_is_fetched_or_decoded(tmp_path: Path) -> None:
-    """A page of 16 for each unit of 4."""
-    page = 16 * KIVI + 2 * DIM * 2
+def pages_of(lane: Lane) -> int:
+    """Those of 16 tokens in which the units of 4 lie that were read, of both rows, which share none."""
+    return sum(len({u // 4 for u in row}) for row in lane.units.tolist())  # type: ignore[union-attr]
+
+
+def test_a_page_is_read_whole_where_it_is_fetched_or_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however many of its units are chosen: so say the tiers, and so many are decoded."""
+    page, decoded, decode = 16 * KIVI + 2 * DIM * 2, list[int](), Kivi.decode
+    monkeypatch.setattr(Kivi, "decode", lambda self, x: (decoded.append(len(x["k_code"])), decode(self, x))[1])
     for more in (f" + disk(device=0, host=0, folder='{tmp_path}')", ""):
         one = Bare(f"quest(budget=24, page=4) + kivi(group=16, residual=0){more}", rows=1)
         one.feed(120)
+        before = measure([one.cache]).misses
         one.feed(1)
         lane = lane_of(one.cache)
         assert lane.pages is not None and lane.units is not None and bool((lane.units >= 0).all())
+        assert pages_of(lane) < lane.units.numel()
+        assert not more or decoded.pop() == pages_of(lane) == measure([one.cache]).misses - before
         slots = [[u * 4 + i for u in row for i in range(4)] for row in lane.units.tolist()]
-        want = lane.units.numel() * page if more else of_slots(slots, Coded(KIVI, 16, 2 * DIM * 2))
+        want = pages_of(lane) * page if more else of_slots(slots, Coded(KIVI, 16, 2 * DIM * 2))
         assert lane_reads(lane) == near(lane) + 2 * lane.pages.units * QUEST + want
 
 
 def test_a_retention_that_turns_keys_has_pages_brought() -> None:
-    """Dense ones too: a page of 16 for each unit of 4."""
+    """Dense ones too: pages of 16 for units of 4."""
     one = Bare("full", rows=1)
     one.cache = LayerCache(Stack(retention=Turned(), selection=Quest(budget=24, page=4)), 0, 1, one.cache.session)
     one.feed(120)
     one.feed(1)
     lane = lane_of(one.cache)
     assert lane.pages is not None and lane.units is not None
-    want = int((lane.units >= 0).sum()) * 16 * 2 * DIM * 4
+    want = pages_of(lane) * 16 * 2 * DIM * 4
     assert lane_reads(lane) == near(lane) + 2 * lane.pages.units * QUEST + want
 
 

@@ -158,6 +158,7 @@ class Flat:
     """A shelf of one tier: pieces at their ids, in one tensor for each field."""
 
     recalls: ClassVar[bool] = False  # what was read last is kept nearer, in the place of other pieces
+    once: ClassVar[bool] = False  # the host knows what a read wants, and brings a piece that it names twice once
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device | None, tier: str) -> None:
         self.tier, self.served, self.faults = tier, Counter[str](), 0

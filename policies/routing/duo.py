@@ -74,6 +74,10 @@ class Duo(Routing):
     def exact(self) -> bool:
         return self.prompt == "exact"
 
+    @property
+    def numbered(self) -> bool:
+        return bool(self.pattern)  # which tells of all layers
+
     def lanes(self, layer: int, layers: int, heads: int) -> list[tuple[tuple[int, ...], Retention | None]]:
         streaming = self.streaming(layer, layers, heads)
         full = tuple(h for h in range(heads) if h not in streaming)

@@ -4,8 +4,11 @@ import pytest
 import torch
 from support_layer import draw, plain, run
 
+from kvengine.cache import LayerCache
 from kvengine.errors import PolicyError
+from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.routing.duo import Duo, read_pattern, write_pattern
+from kvengine.session import Session
 from kvengine.stack import Stack
 from kvengine.stats import measure
 
@@ -62,6 +65,23 @@ def test_without_a_pattern_the_share_of_heads_is_what_was_asked_for(heads: int, 
     duo = Duo(sparsity=sparsity)
     streaming = [len(duo.streaming(i, 32, heads)) for i in range(32)]
     assert sum(streaming) == round(sparsity * heads * 32) and max(streaming) - min(streaming) <= 1
+
+
+@pytest.mark.parametrize(("sparsity", "heads", "streaming"), [(0.25, 2, 2), (0.75, 2, 6), (0.5, 1, 2)])
+def test_layers_without_attention_have_no_part_in_the_share(sparsity: float, heads: int, streaming: int) -> None:
+    """As in Qwen3-Next, where every fourth layer has some: counted among all layers, no head streamed, or each did."""
+    found, ours = 0, (3, 7, 11, 15)
+    for layer in ours:
+        cache = LayerCache(Stack.parse(f"duo(sparsity={sparsity})"), layer, 16, Session(ours=ours))
+        cache.open(*torch.zeros(2, 1, heads, 1, 8))
+        found += sum(part.lane.heads for part in cache.parts if isinstance(part.lane.retention, Streaming))
+    assert found == streaming
+
+
+def test_a_pattern_tells_of_all_layers(pattern: str) -> None:
+    cache = LayerCache(Stack.parse(f"duo(sparsity=0.5, pattern={pattern!r})"), 1, 2, Session(ours=(1,)))
+    cache.open(*torch.zeros(2, 1, 4, 1, 8))
+    assert [part.index.tolist() for part in cache.parts if part.index is not None] == [[1, 2], [0, 3]]
 
 
 def test_each_head_reads_what_it_holds() -> None:

@@ -16,6 +16,7 @@ from kvengine.policies.selection import Where
 from kvengine.policies.selection.tidal import Tidal
 from kvengine.session import Session
 from kvengine.stack import Stack
+from kvengine.stats import measure
 
 LAYERS, NATIVE = 8, dispatch.info()["native"] == "available"
 
@@ -66,13 +67,36 @@ def test_a_layer_that_chooses_reads_keys_once(more: str, monkeypatch: pytest.Mon
         twice.clear()
         caches, out = layers(f"tidal(budget=40, start=1, reselect=4){more}", steps, 80)
         lanes = [cache.parts[0].lane for cache in caches]
-        assert (not twice) == (least == 1 and NATIVE and "disk" not in more)
+        assert (not twice) == ("disk" in more or (least == 1 and NATIVE))
         assert all(lane.scanned is None for lane in lanes)
         found.append((out, [lane.units for lane in lanes]))
     for a, b in zip(found[0][0], found[1][0], strict=True):
         torch.testing.assert_close(a, b)
     for x, y in zip(found[0][1], found[1][1], strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("codes", ["", " + kivi(group=16, residual=8)"])
+def test_a_layer_that_chooses_brings_each_page_once(codes: str) -> None:
+    """Pages in a tier below: their keys were brought for the choice, and all of them again for attention."""
+    steps, policy = [draw(83, seed=i) for i in range(LAYERS)], "tidal(budget=40, start=1, reselect=4)" + codes
+    caches, out = layers(f"{policy} + disk(device=0, host=0)", steps, 80)
+    for i in (0, 1, 4):
+        pages = caches[i].parts[0].lane.pages
+        assert pages is not None and measure([caches[i]]).misses == 3 * len(pages.pages_in_use())
+    here, straight = layers(policy, steps, 80)
+    for a, b, mine, other in zip(out, straight, caches, here, strict=True):
+        torch.testing.assert_close(a, b)
+        units, same = mine.parts[0].lane.units, other.parts[0].lane.units
+        assert (units is None and same is None) or torch.equal(units, same)  # type: ignore[arg-type]
+
+
+def test_a_capped_layer_brings_each_page_once() -> None:
+    tokens = draw(83)
+    tokens.softcap = 0.3
+    found = run("tidal(budget=24, start=0, reselect=0) + disk(device=0, host=0)", tokens, 80, layers=2)
+    torch.testing.assert_close(found.out[:, -1:], plain(tokens, 82))
+    assert measure([found.cache]).misses == 3 * len(found.lane.pages.pages_in_use())  # type: ignore[union-attr]
 
 
 @pytest.mark.skipif(not NATIVE, reason="C does both")
