@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ class Library:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.max_tokens = min(self.max_tokens, (longest or 1 << 40) - ROOM)
         if self.max_tokens < 1:
-            raise ValueError(
-                f"the model reads {longest} tokens, and {ROOM} are for a question and its answer; take another"
-            )
+            raise ValueError(f"the model reads {longest} tokens, and {ROOM} are for question and answer; take another")
         self.max_characters = self.max_tokens * max(map(len, names.get_vocab()))
         for draft in self.folder.glob("*.part"):
             if time.time() - draft.stat().st_mtime > 3600:
@@ -119,9 +117,7 @@ class Library:
         if not text.strip():
             raise HTTPException(400, "the document is empty; send its text as the body")
         if len(text) > self.max_characters:
-            raise HTTPException(
-                413, f"the document has {len(text)} characters, more than {self.max_tokens} tokens can be; split it"
-            )
+            raise HTTPException(413, f"{len(text)} characters, more than {self.max_tokens} tokens can be; split it")
         ids = self.read(text, begins=True)
         if ids.shape[1] > self.max_tokens:
             raise HTTPException(413, f"the document has {ids.shape[1]} tokens, at most {self.max_tokens} fit; split it")
@@ -225,8 +221,9 @@ class Library:
         document = self.read(self.text(name), begins=True)
         asked = self.read(question, begins=False)
         ids = torch.cat([document, asked], 1)
-        room = self.max_tokens + ROOM - most - document.shape[1]
-        if asked.shape[1] > room:
+        if (tokens := document.shape[1]) > self.max_tokens:  # it was kept for a model that reads more
+            raise HTTPException(413, f"the document has {tokens} tokens, at most {self.max_tokens} fit; split it")
+        if asked.shape[1] > (room := self.max_tokens + ROOM - most - tokens):
             raise HTTPException(413, f"the question has {asked.shape[1]} tokens; at most {room} fit")
         with self.lock:
             cache = self.prefix.fetch(ids, self.policy)
@@ -250,9 +247,7 @@ async def limited(request: Request, most: int) -> bytes:
     """The body, read only as far as it may go, and as long. Raises HTTPException 408, 413 or 415."""
     kind, packed = (request.headers.get(name, "").lower() for name in ("content-type", "content-encoding"))
     if kind.startswith("multipart/") or packed not in ("", "identity"):
-        raise HTTPException(
-            415, "send the text itself as the body, as curl --data-binary @FILE does: no form, not packed"
-        )
+        raise HTTPException(415, "send the text itself, as curl --data-binary @FILE does: no form, not packed")
     body = bytearray()
     try:
         async with asyncio.timeout(request.app.state.patience):
@@ -265,6 +260,18 @@ async def limited(request: Request, most: int) -> bytes:
     except ClientDisconnect:
         raise HTTPException(408, "the client left") from None
     return bytes(body)
+
+
+def admitted(serve: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The same, unless as many requests as may be are served or wait: each may hold a body. Raises HTTPException 503."""
+
+    async def one(request: Request) -> Response:
+        if (places := request.app.state.places).locked():
+            raise HTTPException(503, "too many requests wait already; ask again in a minute")
+        async with places:
+            return await serve(request)
+
+    return one
 
 
 async def turn(request: Request, work: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
@@ -318,14 +325,9 @@ async def ask(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     library: Library = request.app.state.library
-    store = library.prefix.store
-    return JSONResponse(
-        {
-            "policy": library.policy,
-            "documents": len(list(library.folder.glob("*.txt"))),
-            "store": {"counts": dict(store.counts), "problems": library.problems()},
-        }
-    )
+    store = {"counts": dict(library.prefix.store.counts), "problems": library.problems()}
+    documents = len(list(library.folder.glob("*.txt")))
+    return JSONResponse({"policy": library.policy, "documents": documents, "store": store})
 
 
 async def failed(request: Request, error: Exception) -> Response:
@@ -337,19 +339,20 @@ async def failed(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": told}, error.status_code if known else 500)
 
 
-def application(library: Library, patience: float = 60.0) -> Starlette:
-    """The service as an ASGI application. `patience`: seconds that a body may take to come."""
+def application(library: Library, patience: float = 60.0, most: int = 100) -> Starlette:
+    """The service as an ASGI application. `patience`: seconds that a body may take to come; `most`: requests at once."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.library, app.state.patience, app.state.turn = library, patience, asyncio.Lock()
+        app.state.library, app.state.patience = library, patience
+        app.state.turn, app.state.places = asyncio.Lock(), asyncio.Semaphore(most)
         yield
         library.prefix.store.close()
 
     routes = [
-        Route("/documents", add, methods=["POST"]),
-        Route("/documents/{name}/questions", ask, methods=["POST"]),
-        Route("/documents/{name}", delete, methods=["DELETE"]),
+        Route("/documents", admitted(add), methods=["POST"]),
+        Route("/documents/{name}/questions", admitted(ask), methods=["POST"]),
+        Route("/documents/{name}", admitted(delete), methods=["DELETE"]),
         Route("/health", health),
     ]
     made = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed, 500: failed})
@@ -365,9 +368,8 @@ def library(model: str, store: str, folder: Path, policy: str, *, cap: int | Non
     kvengine.patch(loaded, "full")
     kvengine.EngineCache(loaded, policy)  # a policy that is wrong, or not for this model, stops here
     folder.mkdir(parents=True, exist_ok=True)
-    return Library(
-        loaded, tokenizer, Prefix(loaded, Store(backend(store, cap=cap)), tokenizer), folder, policy, **limits
-    )
+    prefix = Prefix(loaded, Store(backend(store, cap=cap)), tokenizer)
+    return Library(loaded, tokenizer, prefix, folder, policy, **limits)
 
 
 def main() -> None:
@@ -378,9 +380,7 @@ def main() -> None:
     given.add_argument("--policy", default="quest(budget=1024)", help="of the caches that answer")
     given.add_argument("--max-bytes", type=int, default=4 << 20, help="of a document")
     given.add_argument("--max-documents", type=int, default=1000, help="that are kept")
-    given.add_argument(
-        "--cap", type=int, help="bytes of KV chunks in a folder; the longest unused go. A server has its own"
-    )
+    given.add_argument("--cap", type=int, help="bytes of KV chunks in a folder; the longest unused go")
     given.add_argument("--host", default="127.0.0.1")
     given.add_argument("--port", type=int, default=8000)
     args = given.parse_args()
@@ -393,7 +393,7 @@ def main() -> None:
         )  # fmt: skip
     except (kvengine.errors.KVEngineError, OSError, ValueError) as error:
         given.error(str(error))
-    uvicorn.run(application(made), host=args.host, port=args.port, limit_concurrency=100)
+    uvicorn.run(application(made), host=args.host, port=args.port)  # its own limit counts connections that ask nothing
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity, state
 from kvengine.hf.cache import EngineCache
-from kvengine.hf.devices import layer_devices
+from kvengine.hf.devices import first_device, layer_devices
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
 from kvengine.hf.replay import given
@@ -145,9 +145,10 @@ class Prefix:
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
         judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
         reused chunk does not have, and where texts of each length have keys of their own (`dynamic` rotations beyond the
-        trained length). Raises CacheError for what is no tensor of ids [sequence, token].
+        trained length). Raises CacheError for what is no tensor of ids [sequence, token], and under autocast.
         """
         check(ids)
+        check_precision(self.model)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.whole or not self.fits(cache):
@@ -262,8 +263,8 @@ class Prefix:
         keys are (`dynamic` rotations beyond the trained length).
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, is another
-        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the
-        rotation for texts as long as the prompt.
+        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors or images, or autocast; or its text has
+        outgrown the rotation for texts as long as the prompt.
         """
         check(ids)
         check_maker(cache, self.model, "chunks that name")
@@ -300,6 +301,7 @@ class Prefix:
         keys = chain(tokens, start, self.chunk)
         have = self.store.lookup(keys, self.timeout)
         layers = [layer.contents() for layer in engines]
+        check_precision(self.model, layers)
         # Values that a policy has of latents are the keys' first channels.
         layers = [(k, v[..., :0] if x.layer in self.ranks else v) for (k, v), x in zip(layers, engines, strict=True)]
         size = self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
@@ -372,4 +374,14 @@ def check(ids: object) -> None:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise CacheError(
             f"a prompt's ids are a tensor of whole numbers [1, token], as a tokenizer makes with return_tensors='pt'; got {got}"
+        )
+
+
+def check_precision(model: nn.Module, layers: Sequence[Layer] = ()) -> None:
+    """Raises CacheError under autocast, or for keys and values that were computed there: no chunk's name tells of it, and a run
+    without would find them."""
+    if torch.is_autocast_enabled(first_device(model).type) or any(k.dtype != v.dtype for k, v in layers):
+        raise CacheError(
+            "under torch.autocast a model makes other keys and values, which no chunk's name tells. Leave it, and load the model "
+            "in the precision that it is to run in (from_pretrained(..., dtype=torch.bfloat16)), or call model.to()"
         )

@@ -305,7 +305,10 @@ class Reader:
         own = {"former": own["begin"]} | own  # which earlier versions did not save
         set_attributes(lane, own)
         lane.saw = None if own["saw"] is None else Reach(None, None, own["saw"], 1)
-        set_attributes(lane.tail, self.value(state["tail"]))
+        # Under autocast values have another dtype than keys, or not in all lanes.
+        if "v" in (tail := self.value(state["tail"])) and tail["v"].dtype in DTYPES.values():
+            lane.tail.v = lane.tail.v.to(tail["v"].dtype)
+        set_attributes(lane.tail, tail)
         check_tail(lane.tail)
         slots = len(lane.tail) if lane.stack.paged else lane.seen  # where nothing is sealed, lengths are not kept up
         check_lengths(lane.lengths, len(lane.first), slots)

@@ -412,6 +412,23 @@ def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp
     reuse.store.close()
 
 
+def test_what_autocast_rounds_is_neither_stored_nor_found(model: Any, tmp_path: Path) -> None:
+    """Of keys in one precision and values in another the codec said that they "do not belong together"."""
+    ids = prompt(40)
+    reuse, _ = stored(model, tmp_path, prompt(40, seed=1))
+    under = torch.autocast("cpu", torch.bfloat16)
+    with under:
+        cache = kvengine.EngineCache(model)
+        text(model, ids, cache)
+        for use in (lambda: reuse.fetch(ids), lambda: reuse.compute(ids, cache), lambda: reuse.keep(ids, cache)):
+            with pytest.raises(CacheError, match=r"autocast.*model\.to\(\)"):
+                use()
+    with pytest.raises(CacheError, match="autocast"):
+        reuse.keep(ids, cache)
+    assert reuse.fetch(ids).seen == 0 and not reuse.store.counts["failed"]
+    reuse.store.close()
+
+
 def test_a_level_that_does_not_exist_is_said_at_once(model: Any, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCache, match="Did you mean 'high'"):
         Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), level="hihg")

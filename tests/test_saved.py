@@ -67,6 +67,19 @@ def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) ->
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize("stack", ["full", SMALL["duo"], SMALL["h2o"]])
+def test_a_session_of_autocast_is_restored_for_it(stack: str, tmp_path: Path) -> None:
+    """There values have another dtype than rotated keys; the file was written, and called damaged where it was read."""
+    model, batch = patched(stack), {"input_ids": prompts(1)["input_ids"]}
+    cache = kvengine.EngineCache(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        batch["input_ids"] = torch.cat([batch["input_ids"], greedy(model, batch, 6, cache=cache)], 1)
+        saved.save(cache, tmp_path / "s.kv", model)
+        assert torch.equal(
+            greedy(model, batch, 6, cache=saved.load(model, tmp_path / "s.kv")), greedy(model, batch, 6, cache=cache)
+        )
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stack", every(2, stacks()))
 def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str, tmp_path: Path) -> None:

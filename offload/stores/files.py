@@ -272,7 +272,8 @@ class Files:
             self._sync_folder(mark.parent)
         with self._index_errors():
             self.index.pin(key, pinned)
-        if pinned and self.size(key) is None:  # it made room before the index knew
+        gone = self.size(key) is None if pinned else not self.path(key).exists()
+        if gone:  # or has made room before the index knew
             self.files.unlink(mark)
             raise KeyError(key)
 

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support_service import GRASS, Client
+from support_service import GRASS, Client, service
 from support_service import served as served
 
 Served = tuple[Client, Any, ModuleType]
@@ -269,6 +270,65 @@ def test_nothing_more_is_generated_for_a_client_that_is_gone(served: Served) -> 
     finally:
         library.model._forward_pre_hooks.clear()
     assert len(seen) == 1  # the pass under way ends, and no other begins
+
+
+def test_a_document_of_a_model_that_read_more_is_told_of(served: Served) -> None:
+    """The question had 3 tokens, it said, of which at most -125 fit."""
+    client, library, module = served
+    made = client("/documents", document("outgrown"))[1]
+    again = module.Library(library.model, library.tokenizer, library.prefix, library.folder, max_tokens=100)
+    with pytest.raises(module.HTTPException, match=f"413: the document has {made['tokens']} tokens, at most 100 fit"):
+        again.ask(made["id"], "Who?", 8)
+
+
+def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred of them, which need not send a byte, and everybody else was refused for as long as they stayed."""
+    module, run, told = service(), {}, {"counts": {}, "close": lambda: None}
+    prefix = SimpleNamespace(store=SimpleNamespace(**told))
+    library = SimpleNamespace(policy="full", folder=tmp_path, problems=lambda: [], prefix=prefix)
+    monkeypatch.setattr(module, "library", lambda *_, **limits: library)
+    monkeypatch.setattr(module.uvicorn, "run", lambda app, **given: run.update(given, app=app))
+    monkeypatch.setattr(sys, "argv", ["document_qa.py", "--port", "0"])
+    module.main()
+    server = module.uvicorn.Server(module.uvicorn.Config(**run, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(101)]
+    try:
+        assert Client(port)("/health") == (
+            200,
+            {"policy": "full", "documents": 0, "store": {"counts": {}, "problems": []}},
+        )
+    finally:
+        for one in idle:
+            one.close()
+        server.should_exit = True
+        thread.join()
+
+
+def test_no_more_than_so_many_requests_wait(served: Served) -> None:
+    """And who is refused hears so in JSON, as of every error, while /health is served."""
+    module = served[2]
+
+    async def visit() -> list[Any]:
+        go = asyncio.Event()
+
+        async def serve(request: Any) -> str:
+            await go.wait()
+            return "served"
+
+        request = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(places=asyncio.Semaphore(2))))
+        inside = [asyncio.create_task(module.admitted(serve)(request)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(module.HTTPException, match="503: too many requests"):
+            await module.admitted(serve)(request)
+        go.set()
+        return [*await asyncio.gather(*inside), await module.admitted(serve)(request)]
+
+    assert asyncio.run(visit()) == ["served"] * 3
 
 
 def test_limits_that_let_nothing_in(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,9 @@ def test_what_is_put_comes_back(backend: Any) -> None:
     assert backend.size(KEYS[1]) is None
     with pytest.raises(KeyError):
         backend.read(KEYS[1], memoryview(part))
-    with pytest.raises(KeyError):
-        backend.pin(KEYS[1])
+    for pinned in (True, False):
+        with pytest.raises(KeyError):
+            backend.pin(KEYS[1], pinned)
     with pytest.raises(ValueError, match="not a key"):
         backend.put("../escape", [b""])
 
