@@ -15,6 +15,7 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.generate import check_mode
 from kvengine.hf.names import NAMES, cache_among
 from kvengine.hf.patching import check_model
+from kvengine.hf.recordable import knows_places
 from kvengine.hf.states import beyond_tokens, keeps_states
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
@@ -154,6 +155,11 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
             raise ModelError(
                 f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window or states, which "
                 "transformers reads, and which know no branches. Use draft='lookup', or a draft model without widths"
+            )
+        if isinstance(model, PreTrainedModel) and not knows_places(model):
+            raise ModelError(
+                f"{trees[0]} drafts trees, but {type(model).__name__} counts by itself where its tokens stand, one behind the "
+                "other, so that branches would stand behind each other. Use draft='lookup', or a draft model without widths"
             )
     if isinstance(draft, torch.nn.Module):
         check_model(draft)

@@ -76,7 +76,7 @@ def size(model: nn.Module) -> int:
 
 def run(passes: Sequence[Pass]) -> list[Logits]:
     """The logits of passes of one model."""
-    if len(passes) == 1 or not packs(passes[0].session.model):
+    if len(passes) == 1 or not (packs(passes[0].session.model) and passes[0].session.placed):
         return [one.run() for one in passes]
     return packed(passes)
 
@@ -86,7 +86,7 @@ def packs(model: Any) -> bool:
 
     Not where an attention layer reads its cache by itself (MLA), another's or images, nor where a layer keeps states or a window,
     nor where the rotation of a token depends on the length of what is read with it ("dynamic", "longrope") or has several parts
-    (mRoPE): such models run row by row.
+    (mRoPE): such models run row by row. So do those that pass over where their tokens stand (`Session.placed`).
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
