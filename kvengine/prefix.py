@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity, state
+from kvengine.hf import parts
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import layer_devices
+from kvengine.hf.generate import STATE
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
 from kvengine.hf.replay import given
@@ -128,6 +130,11 @@ class Prefix:
             self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
             self.known = now
 
+    @property
+    def part(self) -> int | None:
+        """Tokens of a part, if the model reads a prompt in parts."""
+        return getattr(getattr(self.model, STATE, None), "judge_every", None)
+
     def start_for(self, total: int) -> bytes | None:
         """Where the chunks of a prompt of so many tokens begin; None if each length has keys of its own.
 
@@ -145,7 +152,8 @@ class Prefix:
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
         judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
         reused chunk does not have, and where texts of each length have keys of their own (`dynamic` rotations beyond the
-        trained length). Raises CacheError for what is no tensor of ids [sequence, token].
+        trained length). Of a prompt that is read in parts (`judge_every`) the first alone begins so: what a policy leaves of it
+        is what the next is read beside. Raises CacheError for what is no tensor of ids [sequence, token].
         """
         check(ids)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
@@ -154,7 +162,8 @@ class Prefix:
             return cache
         self.identify()
         last, start = max(1, cache.stack.retention.observes), self.start_for(len(tokens))
-        keys = [] if start is None else chain(tokens[:-last], start, self.chunk)
+        end = parts.first(self.part, cache, len(tokens))
+        keys = [] if start is None else chain(tokens[: max(0, end - last)], start, self.chunk)
         most, beside = self.read_beside(keys) if self.beside else (len(keys), None)
         chunks = self.read(keys[:most])
         if not chunks or (self.beside and len(chunks) < most):
@@ -262,8 +271,8 @@ class Prefix:
         keys are (`dynamic` rotations beyond the trained length).
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, is another
-        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors or images; or its text has outgrown the
-        rotation for texts as long as the prompt.
+        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors, images, autocast; or its text has
+        outgrown the rotation for texts as long as the prompt.
         """
         check(ids)
         check_maker(cache, self.model, "chunks that name")
@@ -300,6 +309,7 @@ class Prefix:
         keys = chain(tokens, start, self.chunk)
         have = self.store.lookup(keys, self.timeout)
         layers = [layer.contents() for layer in engines]
+        check_kinds(self.model, layers)
         # Values that a policy has of latents are the keys' first channels.
         layers = [(k, v[..., :0] if x.layer in self.ranks else v) for (k, v), x in zip(layers, engines, strict=True)]
         size = self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
@@ -335,10 +345,15 @@ class Prefix:
         Of a prompt that is to be answered, give what may come back, such as the document before the question, and less than all
         of it. A cache that has seen as much is left as it is.
 
-        Raises CacheError as `keep`.
+        Raises CacheError as `keep`, and where the model reads a prompt in parts (`judge_every`) and this would be more than one.
         """
         check(ids)
         end = ids.shape[1] // self.chunk * self.chunk
+        if parts.parted(self.part, cache, end):
+            raise CacheError(
+                f"judge_every={self.part} has a part of a prompt held exactly, no more, and {end - cache.seen} tokens were to be "
+                "read and stored. Patch the model without judge_every, or compute with EngineCache(model, 'full')"
+            )
         if cache.seen < end:
             if (cache.session.prompt_end or 0) <= end:
                 cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
@@ -364,6 +379,16 @@ class Prefix:
         # Twice their size: encoded they may be a little more, and others may wait too.
         most = have + self.store.pending // (2 * size)
         return [*range(have, end)[: most - have][::-1], *range(most, end)]
+
+
+def check_kinds(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Raises CacheError for keys and values in numbers that the model has not: under autocast it has computed other ones."""
+    kinds, own = {x.dtype for pair in layers for x in pair}, {x.dtype for x in model.parameters()}
+    if not kinds <= own or any(k.dtype != v.dtype for k, v in layers):
+        raise CacheError(
+            f"keys and values of this cache are {', '.join(sorted(map(str, kinds)))}, as torch.autocast makes them of this "
+            "model's weights; without it they would be others, and be found all the same. Read the prompt without it"
+        )
 
 
 def check(ids: object) -> None:
