@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.generate import check_mode
@@ -201,7 +202,7 @@ def check_no_middle(in_place: bool, refresh: Any) -> None:
 
 def has_latents(model: Any) -> bool:
     """Whether its heads share latents (MLA): what a cache of everything holds then has no values beside its keys."""
-    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+    return latent.configured(model.config.get_text_config(decoder=True))
 
 
 def is_read_again(model: Any) -> bool:

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvengine import latent
 from kvengine.cache import Stock
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import engine_layers
@@ -93,7 +94,7 @@ def packs(model: Any) -> bool:
     kind = str(rope.get("rope_type", "default"))
     plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
     tokens = all(engine_layers(config)) and not beyond_tokens(config)
-    return plain and not (getattr(config, "kv_lora_rank", None) or sources(config)) and tokens
+    return plain and not (latent.configured(config) or sources(config)) and tokens
 
 
 @torch.no_grad()
