@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, identity, state
+from kvengine.hf import parts
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device, layer_devices
+from kvengine.hf.generate import STATE
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
 from kvengine.hf.replay import given
@@ -128,6 +130,11 @@ class Prefix:
             self.start = root(self.whose, f"exact/{self.level}", chunk=self.chunk, salt=self.salt)
             self.known = now
 
+    @property
+    def part(self) -> int | None:
+        """Tokens of a part, if the model reads a prompt in parts."""
+        return getattr(getattr(self.model, STATE, None), "judge_every", None)
+
     def start_for(self, total: int) -> bytes | None:
         """Where the chunks of a prompt of so many tokens begin; None if each length has keys of its own.
 
@@ -145,7 +152,8 @@ class Prefix:
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
         judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
         reused chunk does not have, and where texts of each length have keys of their own (`dynamic` rotations beyond the
-        trained length). Raises CacheError for what is no tensor of ids [sequence, token], and under autocast.
+        trained length). Of a prompt that is read in parts (`judge_every`) the first alone begins so: what a policy leaves of it
+        is what the next is read beside. Raises CacheError for what is no tensor of ids [sequence, token], and under autocast.
         """
         check(ids)
         check_precision(self.model)
@@ -155,7 +163,8 @@ class Prefix:
             return cache
         self.identify()
         last, start = max(1, cache.stack.retention.observes), self.start_for(len(tokens))
-        keys = [] if start is None else chain(tokens[:-last], start, self.chunk)
+        end = parts.first(self.part, cache, len(tokens))
+        keys = [] if start is None else chain(tokens[: max(0, end - last)], start, self.chunk)
         most, beside = self.read_beside(keys) if self.beside else (len(keys), None)
         chunks = self.read(keys[:most])
         if not chunks or (self.beside and len(chunks) < most):
@@ -263,7 +272,7 @@ class Prefix:
         keys are (`dynamic` rotations beyond the trained length).
 
         Raises CacheError if the cache no longer holds every token of the prompt exactly, holds several sequences, is another
-        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors or images, or autocast; or its text has
+        model's, was given what no chunk's name tells: padding, a tuned prefix, vectors, images, autocast; or its text has
         outgrown the rotation for texts as long as the prompt.
         """
         check(ids)
@@ -337,10 +346,15 @@ class Prefix:
         Of a prompt that is to be answered, give what may come back, such as the document before the question, and less than all
         of it. A cache that has seen as much is left as it is.
 
-        Raises CacheError as `keep`.
+        Raises CacheError as `keep`, and where the model reads a prompt in parts (`judge_every`) and this would be more than one.
         """
         check(ids)
         end = ids.shape[1] // self.chunk * self.chunk
+        if parts.parted(self.part, cache, end):
+            raise CacheError(
+                f"judge_every={self.part} has a part of a prompt held exactly, no more, and {end - cache.seen} tokens were to be "
+                "read and stored. Patch the model without judge_every, or compute with EngineCache(model, 'full')"
+            )
         if cache.seen < end:
             if (cache.session.prompt_end or 0) <= end:
                 cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
@@ -352,9 +366,8 @@ class Prefix:
         may be `beside` each."""
         check(ids)
         self.identify()
-        tokens = ids[0].tolist()
-        start = self.start_for(len(tokens))
-        chunks = [] if start is None else chain(tokens, start, self.chunk)
+        start = self.start_for(ids.shape[1])
+        chunks = [] if start is None else chain(ids[0].tolist(), start, self.chunk)
         return [*chunks, *map(prefix_beside.name, chunks if beside and self.beside else ())]
 
     def order(self, have: int, end: int, size: int) -> list[int]:
@@ -378,9 +391,9 @@ def check(ids: object) -> None:
 
 
 def check_precision(model: nn.Module, layers: Sequence[Layer] = ()) -> None:
-    """Raises CacheError under autocast, or for keys and values that were computed there: no chunk's name tells of it, and a run
-    without would find them."""
-    if torch.is_autocast_enabled(first_device(model).type) or any(k.dtype != v.dtype for k, v in layers):
+    """Raises CacheError under autocast, or for keys and values that were made there: what a run without would find in a store."""
+    own, told = {x.dtype for x in model.parameters()}, torch.is_autocast_enabled(first_device(model).type)
+    if told or any(k.dtype != v.dtype or k.dtype not in own for k, v in layers):
         raise CacheError(
             "under torch.autocast a model makes other keys and values, which no chunk's name tells. Leave it, and load the model "
             "in the precision that it is to run in (from_pretrained(..., dtype=torch.bfloat16)), or call model.to()"

@@ -13,7 +13,7 @@ import torch
 from families.configs import build
 from support import llama
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import kvengine
 from kvengine import saved
@@ -103,6 +103,35 @@ def test_a_warm_run_gives_the_text_of_a_cold_one(model: Any, tmp_path: Path, sta
         assert warm.seen == hits
         assert text(model, asked, warm) == text(model, asked, kvengine.EngineCache(model, stack))
     reuse.store.close()
+
+
+def test_of_a_prompt_that_is_read_in_parts_the_first_alone_is_reused(model: Any, tmp_path: Path) -> None:
+    """The others are read beside what a policy has left; and a cache is to hold no more exactly than a part."""
+    ids = prompt(100)
+    reuse, _ = stored(model, tmp_path, ids)
+    with kvengine.patched(model, "snapkv(budget=24, window=4)", judge_every=40):
+        for asked, hits in ((ids, 16), (ids[:, :81], 0), (ids[:, :40], 32)):
+            warm = reuse.fetch(asked)
+            assert warm.seen == hits
+            assert text(model, asked, warm) == text(model, asked, kvengine.EngineCache(model))
+        with pytest.raises(CacheError, match="judge_every=40 .* 96 tokens were to be read"):
+            reuse.compute(ids, kvengine.EngineCache(model))
+        assert reuse.fetch(ids, "full").seen == 96 and reuse.compute(prompt(40, 1), kvengine.EngineCache(model)) == 2
+    reuse.store.close()
+
+
+def test_keys_that_autocast_has_made_are_not_stored(tmp_path: Path) -> None:
+    """A run without it would find them under the same name, and go on from other keys than its own."""
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
+    reuse = [Prefix(kvengine.patch(x), stores.Store(stores.Files(tmp_path)), chunk=16) for x in (gpt, llama())]
+    for one in reuse:  # Llama's keys stay wide, as they are turned by numbers that are
+        cache = kvengine.EngineCache(one.model)
+        with torch.autocast("cpu", torch.bfloat16):
+            one.model.generate(prompt(40), max_new_tokens=1, cache=cache)
+        with pytest.raises(CacheError, match="autocast"):
+            one.keep(prompt(40), cache)
+        assert one.fetch(prompt(40)).seen == 0 and one.compute(prompt(40), kvengine.EngineCache(one.model)) == 2
+        one.store.close()
 
 
 def test_a_question_on_a_reused_part_of_a_prompt_is_refused(model: Any, tmp_path: Path) -> None:

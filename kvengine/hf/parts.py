@@ -59,6 +59,11 @@ def parted(size: int | None, cache: EngineCache, total: int | None) -> bool:
     return total - cache.seen > size and cache.stack != Stack() and not cache.session.following
 
 
+def first(size: int | None, cache: EngineCache, total: int) -> int:
+    """Where the first part ends of a prompt of `total` tokens, none read yet; all of it, where it is not read in parts."""
+    return ends(0, total, size)[0] if size is not None and parted(size, cache, total) else total
+
+
 def announce(cache: EngineCache, size: int | None, total: int | None, drafting: bool, assisted: bool) -> None:
     """`EngineCache.announce`, unless it is assisted decoding of a long text: transformers reads that in one pass."""
     if (drafting or assisted) and parted(size, cache, total):

@@ -19,6 +19,7 @@ from kvengine.hf.devices import offloaded
 from kvengine.hf.held_window import can_hold, empty
 from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import EngineLayer
+from kvengine.hf.replay import reader
 from kvengine.hf.rope import looks
 from kvengine.hf.states import in_place
 
@@ -61,6 +62,12 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
 def takes_places(model: Any) -> bool:
     """Whether a model's pass is told where its tokens stand; `generate` tells it, then."""
     return PLACES in inspect.signature(type(model).forward).parameters
+
+
+def knows_places(model: Any) -> bool:
+    """Whether its layers go by the places that a pass is told. Decoders of BART's kin count for themselves, one token behind the
+    other from what the cache has seen, and pass over what they are told."""
+    return PLACES in reader(model, model.config.get_text_config(decoder=True))[1]
 
 
 def check_places(steps: Steps) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.generate import check_mode
 from kvengine.hf.names import NAMES, cache_among
 from kvengine.hf.patching import check_model
+from kvengine.hf.recordable import knows_places
 from kvengine.hf.states import beyond_tokens, keeps_states
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
@@ -155,6 +157,11 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
                 f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window or states, which "
                 "transformers reads, and which know no branches. Use draft='lookup', or a draft model without widths"
             )
+        if isinstance(model, PreTrainedModel) and not knows_places(model):
+            raise ModelError(
+                f"{trees[0]} drafts trees, but {type(model).__name__} counts by itself where its tokens stand, one behind the "
+                "other, so that branches would stand behind each other. Use draft='lookup', or a draft model without widths"
+            )
     if isinstance(draft, torch.nn.Module):
         check_model(draft)
         check_tokenizers(target, draft, tokenizers)
@@ -195,7 +202,7 @@ def check_no_middle(in_place: bool, refresh: Any) -> None:
 
 def has_latents(model: Any) -> bool:
     """Whether its heads share latents (MLA): what a cache of everything holds then has no values beside its keys."""
-    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+    return latent.configured(model.config.get_text_config(decoder=True))
 
 
 def is_read_again(model: Any) -> bool:

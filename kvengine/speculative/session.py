@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 from weakref import ref
 
@@ -25,6 +26,8 @@ from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
 from kvengine.hf.names import CACHE
+from kvengine.hf.recordable import PLACES, knows_places, takes_places
+from kvengine.hf.rope_deltas import keeper
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
@@ -53,7 +56,7 @@ class Pass:
         """The logits after each token that are wanted, in a pass of its own."""
         more: dict[str, Any] = {} if self.keep in (0, len(self.tokens)) else {"logits_to_keep": self.keep}
         if self.places is not None:
-            more["position_ids"] = torch.tensor([self.places], device=self.session.device)
+            more[PLACES] = torch.tensor([self.places], device=self.session.device)
         self.session.count(len(self.tokens))
         with self.session.reading(self.sees):
             return self.session.forward(self.tokens, **more)
@@ -189,8 +192,22 @@ class Session:
     def device(self) -> torch.device:
         return first_device(self.model)
 
+    @cached_property
+    def placed(self) -> bool:
+        """Whether the model goes by the places that a pass is told."""
+        return knows_places(self.model)
+
+    @cached_property
+    def told(self) -> bool:
+        """Whether every pass says where its tokens stand, as `generate` does: RoBERTa's kin count otherwise by themselves. Not
+        to a model that remembers where its text goes on."""
+        return takes_places(self.model) and keeper(self.model, self.cache.config) is None
+
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)
+        if PLACES not in options and self.told:
+            seen = self.cache.seen
+            options[PLACES] = torch.arange(seen, seen + len(tokens), device=self.device)[None]
         logits: Tensor = self.model(ids, **{CACHE: self.cache}, use_cache=True, **options).logits[0]
         return logits[-options.get("logits_to_keep", 0) :]  # some models (Qwen-Omni) pass over it
 

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvengine import latent
 from kvengine.cache import Stock
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import engine_layers
@@ -76,7 +77,7 @@ def size(model: nn.Module) -> int:
 
 def run(passes: Sequence[Pass]) -> list[Logits]:
     """The logits of passes of one model."""
-    if len(passes) == 1 or not packs(passes[0].session.model):
+    if len(passes) == 1 or not (packs(passes[0].session.model) and passes[0].session.placed):
         return [one.run() for one in passes]
     return packed(passes)
 
@@ -86,14 +87,14 @@ def packs(model: Any) -> bool:
 
     Not where an attention layer reads its cache by itself (MLA), another's or images, nor where a layer keeps states or a window,
     nor where the rotation of a token depends on the length of what is read with it ("dynamic", "longrope") or has several parts
-    (mRoPE): such models run row by row.
+    (mRoPE): such models run row by row. So do those that pass over where their tokens stand (`Session.placed`).
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     kind = str(rope.get("rope_type", "default"))
     plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
     tokens = all(engine_layers(config)) and not beyond_tokens(config)
-    return plain and not (getattr(config, "kv_lora_rank", None) or sources(config)) and tokens
+    return plain and not (latent.configured(config) or sources(config)) and tokens
 
 
 @torch.no_grad()

@@ -8,13 +8,14 @@ import torch
 import transformers
 from families.configs import VOCABULARY, padded_batch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, RobertaConfig, RobertaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf.names import CACHE
+from kvengine.speculative import TriForce
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
@@ -83,6 +84,41 @@ def test_who_counts_tokens_in_the_hosts_numbers_is_not_recorded(name: str) -> No
         model.generate(ids, custom_generate=decoder, **options, **{CACHE: cache})
     assert cache.seen == ids.shape[1]
     assert torch.equal(model.generate(want[:, :-5], max_new_tokens=5, do_sample=False, **{CACHE: cache}), want)
+
+
+def rows() -> Tensor:
+    """Two prompts with something to look up."""
+    return padded_batch()["input_ids"][:1].reshape(2, 10).repeat(1, 3)
+
+
+@pytest.mark.parametrize("name", ["BartForCausalLM", *SOME])
+def test_drafts_stand_where_their_tokens_do(name: str) -> None:
+    """Rows in one pass, and a tree's branches, would stand one behind the other where a model counts by itself."""
+    model, ids = built(name, 2, 2), rows()
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    want = model.generate(ids, **options)
+    decoder = TriForce(kvengine.patch(model), "lookup", "quest(budget=500)", (1, 3))
+    assert torch.equal(decoder.generate(ids, **options), want) and decoder.report.tiers[0].acceptance
+    if name == "WhisperForCausalLM":  # goes by the places it is given
+        assert torch.equal(TriForce(model, "recycling", None).generate(ids, **options), want)
+        return
+    for draft, widths in (("recycling", None), (built(name, 2, 2), (2, 1))):
+        with pytest.raises(ModelError, match=f"{name} counts by itself where its tokens stand"):
+            TriForce(model, draft, None, widths=widths)
+
+
+def test_drafts_have_the_places_that_generate_says() -> None:
+    """RoBERTa begins to count behind its padding token's number, if it is told nothing."""
+    torch.manual_seed(0)
+    model = RobertaForCausalLM(RobertaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=128, initializer_range=0.15, is_decoder=True, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )).eval()  # fmt: skip
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    want = model.generate(rows(), **options)
+    for draft in ("lookup", "recycling"):
+        assert torch.equal(TriForce(kvengine.patch(model), draft, None).generate(rows(), **options), want)
 
 
 def test_what_is_not_text_is_not_cached_with_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -236,6 +236,17 @@ def test_drafts_on_latents_are_lossless(case: tuple[str, str]) -> None:
         TriForce(model, "lookup", "full", gamma=(2, 4))
 
 
+@pytest.mark.skipif(not configs.exists("dots3_note"), reason="this transformers has no such model")
+def test_rows_are_drafted_for_where_latents_have_a_rank_in_each_layer() -> None:
+    """A configuration does not say one for all."""
+    model, ids = configs.build("dots3_note"), torch.tensor([[5, 6, 7, 8] * 4, [30, 9, 31] * 5 + [30]])
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    decoder = TriForce(kvengine.patch(model), "lookup", "streaming(sinks=2, recent=20)", gamma=(2, 3))
+    assert torch.equal(decoder.generate(ids, max_new_tokens=8, do_sample=False), want)
+    with pytest.raises(UnsupportedPolicy, match="latents"):
+        TriForce(model, "lookup", "quest(budget=24, page=4)", gamma=(2, 3), in_place=True)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("widths", [None, (2, 2)], ids=["recycling", "a small model's"])
 @pytest.mark.parametrize("stack", TARGETS)
