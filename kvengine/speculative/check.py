@@ -27,6 +27,8 @@ from kvengine.stack import Stack
 DRAFTS = ("lookup", "recycling")
 LOOKED_AT = ("attention_mask", "position_ids", *NAMES, "use_cache", "assistant_model", "tokenizer")
 HARMLESS = ("logits_to_keep", "output_hidden_states")  # no argument of these changes what `generate` returns here
+FORGETFUL = ("jamba",)
+"""Model types whose states transformers begins anew in each pass of several tokens, so that none could judge a draft."""
 MOST = 17  # tokens that "auto" drafts at the most, and one
 
 Gamma = tuple[int, int] | Literal["auto"]
@@ -144,6 +146,11 @@ def only_adds(stack: Stack, layers: int) -> bool:
 def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, widths: tuple[int, ...] | None) -> None:
     """Refuse models that the tiers cannot be built of, before anything is computed."""
     check_model(target)
+    if (kind := target.config.get_text_config(decoder=True).model_type) in FORGETFUL:
+        raise ModelError(
+            f"a pass of {kind} over several tokens behind others begins with empty states in transformers, so no draft can be "
+            "judged in one; generate without drafts"
+        )
     if isinstance(draft, str) and draft not in DRAFTS:
         raise PolicyError(unknown("draft", draft, DRAFTS))
     if widths is not None and not isinstance(draft, torch.nn.Module):

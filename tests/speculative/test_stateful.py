@@ -196,3 +196,9 @@ def test_what_is_read_while_settling_is_on_the_clock(name: str, ticks: int) -> N
     tier.settle(text)
     assert (tier.session.passes, tier.session.fed) == (ticks, ticks * LATE)
     assert tier.other == ticks and tier.session.settled == len(text) - 1 - (0 if ticks else LATE)
+
+
+def test_a_model_that_forgets_its_states_is_refused() -> None:
+    """In a pass of several tokens, which is what judges; transformers' own text of several turns is wrong there too."""
+    with pytest.raises(ModelError, match="jamba over several tokens behind others begins with empty states"):
+        TriForce(configs.build("jamba"), "lookup", None)
