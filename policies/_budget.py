@@ -17,6 +17,8 @@ from kvengine.errors import PolicyError
 Budget = int | float
 MOST = 1 << 30
 """Tokens; positions are 32-bit integers."""
+TOGETHER = 1 << 16
+"""Tokens that may be coded together: a page has as many at the least, and is made once to see whether it can be."""
 OVER = 1 + 1e-12
 """What a share is multiplied by, as products of decimals may lack of a whole number: 0.29 * 100 is less than 29."""
 
@@ -39,13 +41,14 @@ def check_budget(policy: object, unit: str = "tokens", **values: Budget) -> None
             )
 
 
-def check_count(policy: object, least: int = 0, **values: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+def check_count(policy: object, least: int = 0, most: int = MOST, **values: int) -> None:
+    """Refuse what is not a whole number from `least` to `most`, a power of two."""
     for option, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            most = f", and 2**30 ({MOST}) at most" if isinstance(value, int) and value > MOST else ""
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            power = most.bit_length() - 1
+            above = f", and 2**{power} ({most}) at most" if isinstance(value, int) and value > most else ""
             raise PolicyError(
-                f"{type(policy).__name__}: {option}={value!r} must be a whole number of at least {least}{most}"
+                f"{type(policy).__name__}: {option}={value!r} must be a whole number of at least {least}{above}"
             )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.quantise import quantise
-from kvengine.policies._budget import check_choice, check_count
+from kvengine.policies._budget import TOGETHER, check_choice, check_count
 from kvengine.policies.representation import Fields, Representation, channel_group
 
 
@@ -45,7 +45,7 @@ class Kivi(Representation):
 
     def __post_init__(self) -> None:
         check_choice(self, bits=(self.bits, (1, 2, 4, 8)))
-        check_count(self, least=1, group=self.group)
+        check_count(self, least=1, most=TOGETHER, group=self.group)
         check_count(self, residual=self.residual)
         if self.group * self.bits % 8:
             raise PolicyError(f"Kivi: group={self.group} codes of {self.bits} bits do not fill whole bytes")

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.quantise import dequantise, pack, quantise
-from kvengine.policies._budget import check_choice, check_count
+from kvengine.policies._budget import TOGETHER, check_choice, check_count
 from kvengine.policies.representation import Fields, Representation, channel_group
 
 
@@ -49,7 +49,7 @@ class QuantSpec(Representation):
 
     def __post_init__(self) -> None:
         check_choice(self, bits=(self.bits, (4, 8)))
-        check_count(self, least=1, group=self.group)
+        check_count(self, least=1, most=TOGETHER, group=self.group)
         check_count(self, residual=self.residual)
         if self.group % 2:
             raise PolicyError(f"QuantSpec: group={self.group} nibbles do not fill whole bytes")

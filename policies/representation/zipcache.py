@@ -34,7 +34,7 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.kernels import codecs
 from kvengine.kernels.best_tokens import best_tokens
-from kvengine.policies._budget import check_choice, check_count, check_share
+from kvengine.policies._budget import TOGETHER, check_choice, check_count, check_share
 from kvengine.policies.representation import Fields, Representation
 
 
@@ -65,7 +65,7 @@ class ZipCache(Representation):
             raise PolicyError(
                 f"ZipCache: low={self.low} must not exceed high={self.high}: salient tokens get the finer codes"
             )
-        check_count(self, least=8, block=self.block)
+        check_count(self, least=8, most=TOGETHER, block=self.block)
         if self.block % 8:
             raise PolicyError(
                 f"ZipCache: block={self.block} must be a multiple of 8, so that its mask fills whole bytes"

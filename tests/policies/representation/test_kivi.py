@@ -108,6 +108,7 @@ def test_eight_bits_are_nearly_exact() -> None:
     [
         ({"bits": 3}, "bits=3 must be one of"),
         ({"group": 0}, "group=0 must be"),
+        ({"group": 1 << 30}, "2\\*\\*16 .65536. at most"),
         ({"group": 3, "bits": 2}, "do not fill whole bytes"),
     ],
 )

@@ -267,6 +267,7 @@ def test_of_answers_under_kvzip_the_newest_are_salient() -> None:
         ({"salient": 1.5}, "salient=1.5 must be a fraction"),
         ({"salient": "high"}, "salient='high' must be a fraction"),
         ({"block": 0}, "block=0 must be a whole number of at least 8"),
+        ({"block": 1 << 22}, "at least 8, and 2\\*\\*16 .65536. at most"),
         ({"probes": 0.0}, "probes=0 leaves nobody"),
     ],
 )
