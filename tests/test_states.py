@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
+from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 import kvengine
@@ -132,6 +133,23 @@ def test_tokens_that_were_taken_back_may_come_again() -> None:
         read(model, cache, text(tokens=3, seed=seed))
         cache.rollback(3)
     assert cache.seen == 20
+
+
+def test_a_model_that_forgets_its_states_is_refused_what_would_need_them() -> None:
+    """The control: transformers' own later pass is off by more than rounding, and single tokens are not."""
+    model, ids = configs.build("jamba"), text(2)
+    with torch.no_grad():
+        want, stock = model(ids).logits, DynamicCache(config=model.config)
+        model(ids[:, :11], **{CACHE: stock}, use_cache=True)
+        later = model(ids[:, 11:], **{CACHE: stock}, use_cache=True).logits
+    assert (later - want[:, 11:]).abs().max() > 0.1
+    cache = prompt(kvengine.patch(model), ids[:, :11])
+    with pytest.raises(CacheError, match="jamba over several tokens behind others begins with empty states"):
+        read(model, cache, ids[:, 11:])
+    with pytest.raises(CacheError, match="no prefill_chunk_size"):
+        model.generate(ids, max_new_tokens=2, prefill_chunk_size=8)
+    found = torch.cat([read(model, cache, ids[:, t : t + 1]) for t in range(11, 20)], 1)
+    torch.testing.assert_close(found, want[:, 11:], rtol=1e-3, atol=1e-3)
 
 
 def test_unpatched_states_are_left_alone() -> None:

@@ -4,7 +4,7 @@
     cache        cache.py is a transformers cache of layers of the engine (layer.py) and of transformers' own: of states
                  (states.py, ragged.py), of windows (window.py, held_window.py), of images (cross.py); indexed.py keeps a
                  model's own index, shared_index.py that of layers that read another's latents, packed_index.py one of
-                 groups of tokens; rewind.py goes back
+                 groups of tokens; rewind.py goes back; forgetful.py refuses passes that would lose states
     a pass       forward.py lends it a cache, mask.py the rule of its mask (shown.py: which a model reads and
                  narrows, shown_places.py), attention.py computes, replay.py reads a prompt again
     generate     generate.py says what it asks for; parts.py reads prompts in parts, ended.py has rows end before others

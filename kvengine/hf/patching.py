@@ -30,6 +30,7 @@ from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.compiled import How, compile_decode
 from kvengine.hf.cross import engine_layers
 from kvengine.hf.devices import device_of, wraps
+from kvengine.hf.forgetful import hook_forgetful
 from kvengine.hf.forward import caching, hook_passes, hook_vectors
 from kvengine.hf.generate import METHODS, PREPARING, RECORDING, Method
 from kvengine.hf.generate import STATE as STATE
@@ -188,7 +189,8 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     register()
     state.hooks = [m.register_forward_pre_hook(partial(enter, previous=previous), with_kwargs=True) for m in modules]
     state.hooks += hook_passes(model, text, state.chosen) + hook_places(model, text) + hook_groups(model, text)
-    state.hooks += hook_ragged(model, text) + hook_replays(model, text) + hook_packed(model, text)
+    state.hooks += hook_forgetful(model, text) + hook_ragged(model, text)
+    state.hooks += hook_replays(model, text) + hook_packed(model, text)
     state.hooks += hook_led(model, text) + hook_shifts(model, text)
     state.hooks += hook_vectors(parts := generating(model, text))
     for part in parts:

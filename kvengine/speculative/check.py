@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf.cache import EngineCache
+from kvengine.hf.forgetful import FORGETFUL
 from kvengine.hf.generate import check_mode
 from kvengine.hf.names import NAMES, cache_among
 from kvengine.hf.patching import check_model
@@ -27,8 +28,6 @@ from kvengine.stack import Stack
 DRAFTS = ("lookup", "recycling")
 LOOKED_AT = ("attention_mask", "position_ids", *NAMES, "use_cache", "assistant_model", "tokenizer")
 HARMLESS = ("logits_to_keep", "output_hidden_states")  # no argument of these changes what `generate` returns here
-FORGETFUL = ("jamba",)
-"""Model types whose states transformers begins anew in each pass of several tokens, so that none could judge a draft."""
 MOST = 17  # tokens that "auto" drafts at the most, and one
 
 Gamma = tuple[int, int] | Literal["auto"]
