@@ -76,11 +76,6 @@ class Readable(User):
         """Fields that are not read now."""
         return self.representation.fine if self.coarse else ()
 
-    @property
-    def once(self) -> bool:
-        """Whether a page of which several units are chosen is brought and decoded once. A GPU's host does not wait to know."""
-        return self._table.is_cpu or self.pool.once
-
     def decoded(self, columns: slice = ALL) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
         """Keys and values of all slots; anything where a row has no page."""
         return self.decoding(columns)()
@@ -157,7 +152,7 @@ class Readable(User):
         piece, position = unit_places(units, self.table, self.position, page=self.page, unit=unit)
         whole, which = self.pool.per != per, None
         if whole:
-            wanted, which = (piece // per).unique(return_inverse=True) if self.once else (piece // per, None)
+            wanted, which = (piece // per).unique(return_inverse=True) if self.pool.once else (piece // per, None)
         arriving = self.pool.start(self.pool.pieces(wanted) if whole else piece, self.without)
 
         def finish() -> tuple[Tensor, Tensor, Tensor]:

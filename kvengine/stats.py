@@ -177,7 +177,7 @@ def chosen_reads(lane: Lane, pages: Pages, coarse: bool) -> int:
 def brought(lane: Lane, pages: Pages, units: Int[Tensor, "row chosen"]) -> float:
     """Pages' worth of what is brought for these units: a piece for each, or their pages, each once if it is decoded first."""
     per, there = pages.page // pages.selection.unit, units >= 0
-    each = not pages.once or (lane.shift() is None and pages.readable(pages.table[:, :0]) is not None)
+    each = not pages.pool.once or (lane.shift() is None and pages.readable(pages.table[:, :0]) is not None)
     if pages.pool.per == per or each:
         return int(there.sum()) / pages.pool.per
     return len(pages.table.gather(1, units.clamp(min=0).long() // per)[there].unique())
