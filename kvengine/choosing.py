@@ -45,8 +45,8 @@ class Choosing(Verdicts):
             found = self.bring(pages, call, q)
         elif call.softcap is None:
             found = pages.scan(q, call.scale, self.tail.v.shape[-1])
-        self.scanned, logits = found or (None, None)
-        return logits
+        self.scanned, every = found or (None, None)
+        return every
 
     def bring(self, pages: Pages, call: Call, q: Tensor) -> tuple[State, Float[Tensor, "row group token"]]:
         """The same of pages that are not where a kernel could read them."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from hashlib import sha256
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from kvengine.errors import CacheError
-from kvengine.hf.devices import inside, kept_buffers, weights
+from kvengine.hf.devices import first_device, inside, kept_buffers, weights
 from kvengine.offload.cachegen import Identity
 
 SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
@@ -83,3 +84,13 @@ def check_maker(cache: Any, model: nn.Module, what: str) -> None:
     """Refuse an engine cache that was not made for this model: `what` would name this one as it is stored."""
     if cache.config is not model.config.get_text_config(decoder=True):  # type: ignore[operator, union-attr]
         raise CacheError(f"this cache was made for another model; {what} this one would be taken for its own")
+
+
+def check_precision(model: nn.Module, layers: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    """Raises CacheError under autocast, or for keys and values that were made there: what a run without would find in a store."""
+    own, told = {x.dtype for x in model.parameters()}, torch.is_autocast_enabled(first_device(model).type)
+    if told or any(k.dtype != v.dtype or k.dtype not in own for k, v in layers):
+        raise CacheError(
+            "under torch.autocast a model makes other keys and values, which no chunk's name tells. Leave it, and load the model "
+            "in the precision that it is to run in (from_pretrained(..., dtype=torch.bfloat16)), or call model.to()"
+        )

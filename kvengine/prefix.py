@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
-from kvengine.fingerprint import check_maker, identity, state
+from kvengine.fingerprint import check_maker, check_precision, identity, state
 from kvengine.hf import parts
 from kvengine.hf.cache import EngineCache
-from kvengine.hf.devices import first_device, layer_devices
+from kvengine.hf.devices import layer_devices
 from kvengine.hf.generate import STATE
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
@@ -349,6 +349,7 @@ class Prefix:
         Raises CacheError as `keep`, and where the model reads a prompt in parts (`judge_every`) and this would be more than one.
         """
         check(ids)
+        check_precision(self.model)
         end = ids.shape[1] // self.chunk * self.chunk
         if parts.parted(self.part, cache, end):
             raise CacheError(
@@ -387,14 +388,4 @@ def check(ids: object) -> None:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise CacheError(
             f"a prompt's ids are a tensor of whole numbers [1, token], as a tokenizer makes with return_tensors='pt'; got {got}"
-        )
-
-
-def check_precision(model: nn.Module, layers: Sequence[Layer] = ()) -> None:
-    """Raises CacheError under autocast, or for keys and values that were made there: what a run without would find in a store."""
-    own, told = {x.dtype for x in model.parameters()}, torch.is_autocast_enabled(first_device(model).type)
-    if told or any(k.dtype != v.dtype or k.dtype not in own for k, v in layers):
-        raise CacheError(
-            "under torch.autocast a model makes other keys and values, which no chunk's name tells. Leave it, and load the model "
-            "in the precision that it is to run in (from_pretrained(..., dtype=torch.bfloat16)), or call model.to()"
         )

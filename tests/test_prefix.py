@@ -130,6 +130,9 @@ def test_keys_that_autocast_has_made_are_not_stored(tmp_path: Path) -> None:
             one.model.generate(prompt(40), max_new_tokens=1, cache=cache)
         with pytest.raises(CacheError, match="autocast"):
             one.keep(prompt(40), cache)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(CacheError, match="autocast"):
+            one.compute(prompt(40), new := kvengine.EngineCache(one.model))
+        assert new.seen == 0  # it is said before the prompt is read
         assert one.fetch(prompt(40)).seen == 0 and one.compute(prompt(40), kvengine.EngineCache(one.model)) == 2
         one.store.close()
 

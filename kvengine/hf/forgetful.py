@@ -17,7 +17,7 @@ from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS
 from kvengine.hf.names import cache_given
-from kvengine.hf.replay import IDS, VECTORS, reader
+from kvengine.hf.replay import made_of, reader
 
 FORGETFUL = frozenset(("jamba",))
 """Model types of which this is so."""
@@ -35,8 +35,7 @@ def hook_forgetful(model: PreTrainedModel, text: Any) -> list[Any]:
 def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> None:
     """Raises CacheError, before anything is taken, for several tokens behind others."""
     cache = cache_given(args, kwargs, names)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    made = given.get(VECTORS) if given.get(IDS) is None else given[IDS]
+    made = made_of(dict(zip(names, args, strict=False)) | kwargs)
     if type(cache) is EngineCache and made is not None and cache.seen and made.shape[1] > 1:
         raise CacheError(
             f"a pass of {cache.config.model_type} over several tokens behind others begins with empty states in transformers. "

@@ -29,7 +29,7 @@ from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import BREAKS
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import NAMES, cache_among, cache_given
-from kvengine.hf.replay import IDS, MASK, VECTORS, reader
+from kvengine.hf.replay import MASK, made_of, reader
 from kvengine.session import FOREIGN
 
 PACKED = frozenset(("glm5_next_text",))
@@ -103,7 +103,7 @@ def reading(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: l
     """A pass begins over an engine cache. Raises CacheError if that is another model's."""
     cache = cache_given(args, kwargs, names)
     given = dict(zip(names, args, strict=False)) | kwargs
-    made = given.get(VECTORS) if given.get(IDS) is None else given[IDS]
+    made = made_of(given)
     if type(cache) is not EngineCache or made is None:
         return
     if cache.config is not text:

@@ -33,6 +33,7 @@ from kvengine.hf.replay import (
     VECTORS,
     around_reader,
     followed,
+    made_of,
     made_of_tensors,
     parted,
 )
@@ -94,7 +95,7 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
         raise CacheError(BROKEN)
     onward = was if type(was) is Onward else Onward(seen, None)
     session.ragged = session.parts = None
-    made, mask = given.get(VECTORS) if given.get(IDS) is None else given[IDS], given.get(MASK)
+    made, mask = made_of(given), given.get(MASK)
     if made is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     n, begins = made.shape[1], was is not onward

@@ -76,7 +76,7 @@ def noted(cache: EngineCache, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
     if more:
         why = f"this model's text part is given {more[0]!r} beside its tokens, and what was in it for them is not known again"
         raise UnsupportedPolicy(REFUSED.format(cache.stack, f"{why}. Give it text alone, or choose another retention"))
-    made = given.get(VECTORS) if given.get(IDS) is None else given[IDS]
+    made = made_of(given)
     if made is None:
         return None  # the model says what is wrong
     begin, n = cache.seen, made.shape[1]
@@ -111,6 +111,11 @@ def padding(mask: Any) -> Tensor | None:
     if isinstance(mask, LazyMask):
         return mask.padding
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def made_of(given: dict[str, Any]) -> Any:
+    """What a pass is made of: ids, or vectors in their place. None if the model is given neither, which it says."""
+    return given.get(VECTORS) if given.get(IDS) is None else given[IDS]
 
 
 def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str, Any]:

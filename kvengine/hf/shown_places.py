@@ -16,7 +16,7 @@ from kvengine.errors import CacheError
 from kvengine.hf import shown
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.names import cache_given
-from kvengine.hf.replay import IDS, PLACES, VECTORS, reader
+from kvengine.hf.replay import PLACES, made_of, reader
 
 
 def hook_places(model: PreTrainedModel, text: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def newest(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Leave the positions of the new tokens. Raises CacheError for another batch than the cache has."""
     given = dict(zip(names, args, strict=False)) | kwargs
-    made, places = given.get(VECTORS) if given.get(IDS) is None else given[IDS], given.get(PLACES)
+    made, places = made_of(given), given.get(PLACES)
     if made is None:
         return None
     cache = cache_given(args, kwargs, names)

@@ -26,7 +26,8 @@ from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
 from kvengine.hf.names import CACHE
-from kvengine.hf.recordable import PLACES, knows_places, takes_places
+from kvengine.hf.recordable import knows_places, takes_places
+from kvengine.hf.replay import PLACES
 from kvengine.hf.rope_deltas import keeper
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text

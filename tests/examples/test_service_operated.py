@@ -294,6 +294,7 @@ def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path, monkeypatc
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
+        assert thread.is_alive()
         time.sleep(0.02)
     port = server.servers[0].sockets[0].getsockname()[1]
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(101)]
