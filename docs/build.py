@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,9 +142,22 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 def options(cls: type[Any]) -> list[dict[str, str]]:
     """The options of a policy as rows of a table."""
-    known = meanings(cls)
+    known, kinds = meanings(cls), get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    return [{"option": f"`{f.name}`", "default": default(f), "meaning": known.get(f.name, "")} for f in fields]
+    said = {f.name: with_choices(known.get(f.name, ""), kinds[f.name]) for f in fields}
+    return [{"option": f"`{f.name}`", "default": default(f), "meaning": said[f.name]} for f in fields]
+
+
+def with_choices(meaning: str, kind: Any) -> str:
+    """A meaning that names no choice of several, with all of them behind it.
+
+    >>> with_choices("how to pool.", Literal["avg", "max"]), with_choices('"avg" or "max".', Literal["avg", "max"])
+    ('how to pool: "avg" or "max".', '"avg" or "max".')
+    """
+    choices = [f'"{choice}"' for choice in get_args(kind)] if get_origin(kind) is Literal else []
+    if not meaning or not choices or any(choice in meaning for choice in choices):
+        return meaning
+    return f"{meaning.rstrip('.')}: {', '.join(choices[:-1])} or {choices[-1]}."
 
 
 def linked(text: str) -> str:
@@ -195,6 +208,19 @@ def policies_page(catalogue: Mapping[str, str], load: Load) -> str:
         package = sys.modules[next(iter(classes.values())).__module__.rpartition(".")[0]]
         page += f"\n## {axis.capitalize()}\n\n{question(package)}\n"
         page += "".join(f"\n{policy_section(name, cls)}" for name, cls in classes.items())
+    return page
+
+
+def presets_section() -> str:
+    """The names that stand for choices on several axes."""
+    from kvengine.presets import PRESETS
+
+    page = "\n## Presets\n\nNames that stand for choices on several axes; more may be added with `+`.\n"
+    for name, preset in PRESETS.items():
+        meaning = " ".join(inspect.cleandoc(preset.text.__doc__ or "").partition(">>>")[0].split())
+        known = ", ".join(f"`{option}`" for option in preset.options)
+        page += f"\n### `{name}`\n\n{linked(meaning)}\n\n`{name}` is `{preset.text({})}`. "
+        page += f"Options, those of its parts: {known}.\n"
     return page
 
 
@@ -273,7 +299,7 @@ def pages() -> dict[Path, str]:
 
     return {
         **with_tables(),
-        ROOT / "docs" / "policies.md": policies_page(catalogue(), load),
+        ROOT / "docs" / "policies.md": policies_page(catalogue(), load) + presets_section(),
         ROOT / "docs" / "combinations.md": combinations_page(catalogue()),
     }
 

@@ -20,6 +20,7 @@ from layout import ROOT, modules
 
 import kvengine.evals
 import kvengine.policies
+import kvengine.presets
 
 
 def load_build() -> ModuleType:
@@ -140,6 +141,12 @@ def test_every_option_of_every_policy_says_what_it_means() -> None:
     classes = {name: kvengine.policies.load(name)[1] for name in kvengine.policies.catalogue()}
     silent = {n: [row["option"] for row in build.options(c) if not row["meaning"]] for n, c in classes.items()}
     assert {name: found for name, found in silent.items() if found} == {}
+
+
+def test_every_name_that_a_policy_string_takes_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "policies.md").read_text()
+    names = *kvengine.policies.catalogue(), *kvengine.presets.PRESETS
+    assert [name for name in names if f"\n### `{name}`\n" not in page] == []
 
 
 def test_every_policy_says_what_it_does() -> None:

@@ -33,7 +33,7 @@ class Kivi(Representation):
     """Codes of a few bits, keys grouped per channel, values per token.
 
     Args:
-        bits: per code.
+        bits: per code: 1, 2, 4 or 8.
         group: tokens (keys) or channels (values) that share a scale; all channels of a head that it does not divide.
         residual: the newest tokens, which stay exact. Tokens.
     """

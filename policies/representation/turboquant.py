@@ -39,7 +39,7 @@ class TurboQuant(Representation):
         bits: per code, 1 to 4.
         values: bits per code of values; None: as many as of keys. Values bear fewer.
         residual: the newest tokens, which stay exact. Tokens.
-        scale: "unbiased" (above), "least" for the least squared error, or "paper".
+        scale: "unbiased": products with a query are right on average; "least" for the least squared error, or "paper".
     """
 
     codec: ClassVar[str] = "turboquant"

@@ -43,8 +43,8 @@ class ZipCache(Representation):
     """Codes of two widths, the wider ones for salient tokens; keys by channel, values by token and channel.
 
     Args:
-        high: bits of a salient token's codes.
-        low: bits of the other tokens' codes.
+        high: bits of a salient token's codes: 1, 2, 4 or 8.
+        low: bits of the other tokens' codes, no more than `high`.
         salient: share of the tokens that are salient. A fraction.
         block: tokens quantised together; several blocks are one where a page is larger: of 16 tokens at least, and of
             whole units that a selection reads. A multiple of 8.

@@ -45,7 +45,7 @@ class AdaKV(Retention):
         base: the method that scores: "snapkv", "expected_attention" or "keydiff".
         window: SnapKV's, if that is the base: the last queries that vote, kept themselves. Tokens.
         kernel: SnapKV's, if that is the base: width of the pooling. Tokens, odd.
-        pool: SnapKV's, if that is the base: how to pool.
+        pool: how to pool, where SnapKV is the base.
         reduce: how the heads of a query group agree, if the base asks them.
     """
 

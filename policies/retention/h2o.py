@@ -31,7 +31,8 @@ class H2O(Retention):
         recent: how much of the budget goes to the newest tokens, one token at the least. A fraction of the budget.
         decode: whether to go on judging while decoding; if not, what comes after the prompt stays.
         average: whether to rank by the mean over the queries that could see a token, not by their sum.
-        reduce: how the heads of a query group agree: over the prompt's sum, then over each decoded token's attention.
+        reduce: how the heads of a query group agree ("mean", "max" or "sum"): over the prompt's sum, then over each
+            decoded token's attention.
     """
 
     decodes: ClassVar[bool] = True

@@ -38,7 +38,8 @@ class Quest(Selection):
         budget: tokens read per decoded token and KV head, the open tail included, or a fraction of the prompt.
         page: tokens chosen together.
         dense_layers: how many of the first layers read everything.
-        reduce: how the heads of a query group agree.
+        reduce: how the heads of a query group agree: by the "max" or "mean" of their bounds, or "each" head chooses in
+            turn.
     """
 
     launched: ClassVar[bool] = True
