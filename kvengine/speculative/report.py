@@ -197,9 +197,8 @@ def line(tier: TierReport) -> str:
     if tier.acceptance is None:
         return text
     places = " ".join(f"{share:.2f}" for share in tier.by_position)
-    return (
-        f"{text}; of {tier.drafted} drafted for it {sum(tier.stood)} stood ({tier.acceptance:.2f}; by place {places})"
-    )
+    judged = f"{sum(tier.stood)} of {sum(tier.tested)} that it judged stood ({tier.acceptance:.2f}; by place {places})"
+    return f"{text}; {tier.drafted} drafted for it, {judged}"
 
 
 def footprint(session: Session) -> tuple[int, int, int, int]:

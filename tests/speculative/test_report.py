@@ -93,6 +93,12 @@ def test_tokens_per_second_are_those_that_the_seconds_went_into() -> None:
         assert said in str(Report(rows=2, emitted=emitted, seconds=0.5))
 
 
+def test_a_share_of_what_stood_is_said_with_what_it_is_of() -> None:
+    """Of 33 drafted tokens 26 were judged, as those behind one that falls are not: 25 of 33 are not 0.96."""
+    tier = TierReport("target", passes=6, drafted=33, tested=[6, 20], stood=[5, 20])
+    assert "33 drafted for it, 25 of 26 that it judged stood (0.96; by place 0.83 1.00)" in str(Report(tiers=[tier]))
+
+
 def test_reports_that_are_summed_stay_as_they_are() -> None:
     one, total = Report(tiers=[TierReport("target", passes=3, tested=[2], stood=[1])]), Report()
     for _ in range(2):
