@@ -22,7 +22,7 @@ def held(cache: EngineCache) -> Bool[Tensor, "layer seq head position"]:
 
 
 def read(cache: EngineCache) -> Bool[Tensor, "layer seq head position"]:
-    """Which positions the last query of each KV head attended to; all held ones where nothing selects."""
+    """Which positions the last query of each KV head attended to; all held ones where nothing selects. Raises as `held`."""
     return _by_head(cache, lambda lane: _positions(lane, chosen=True))
 
 

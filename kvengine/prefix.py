@@ -9,7 +9,7 @@
     reuse.compute(document, cache)        # reads the whole chunks of the prompt's beginning, and keeps them
     model.generate(ids, cache=cache)
 
-A chunk is named by a hash over the model, the tokenizer, the policy and all tokens up to its end
+A chunk is named by a hash over the model, the tokenizer, the level and all tokens up to its end
 (`kvengine.offload.stores.keys`), so a hit holds what this model would compute. At the level "lossless" the continued
 text is that of a cold run; at the others it is close to it, and the chunks are a fraction of the size.
 
@@ -75,8 +75,9 @@ class Prefix:
         timeout: seconds to wait for the store, to say what it has and then for each chunk, before computing instead.
         ttl: seconds that chunks live in the store; None for ever.
 
-    Raises ValueError for a salt that is no text or too long, ModelError for a model whose keys the codec does not take,
-    IncompatibleCache for a level that does not exist, StoreError for a ttl or timeout that is no time, or a store that is none.
+    Raises ValueError for a salt that is no text or too long, or a chunk of no tokens or too many, ModelError for a model whose
+    keys the codec does not take, IncompatibleCache for a level that does not exist, StoreError for a ttl or timeout that is no
+    time, or a store that is none.
     """
 
     model: nn.Module
