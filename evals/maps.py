@@ -29,17 +29,16 @@ def read(cache: EngineCache) -> Bool[Tensor, "layer seq head position"]:
 def _by_head(
     cache: EngineCache, positions: Callable[[Lane], Int[Tensor, "row token"]]
 ) -> Bool[Tensor, "layer seq head position"]:
-    layers = []
-    for layer in cache.engines:
-        found = torch.zeros(layer.sequences, layer.heads, cache.seen, dtype=torch.bool)
+    most = [max((getattr(layer, side) for layer in cache.engines), default=0) for side in ("sequences", "heads")]
+    every = torch.zeros(len(cache.engines), *most, cache.seen, dtype=torch.bool)
+    for found, layer in zip(every, cache.engines, strict=True):
         for part in layer.parts:
             at = positions(part.lane).cpu().long()
             marked = torch.zeros(len(at), cache.seen + 1, dtype=torch.bool)  # the last column takes empty slots
             marked.scatter_(1, torch.where(at < 0, cache.seen, at), True)
             rows = marked[:, :-1].unflatten(0, (layer.sequences, -1))
             found[:, slice(None) if part.index is None else part.index.cpu()] = rows
-        layers.append(found)
-    return torch.stack(layers)
+    return every
 
 
 def _positions(lane: Lane, chosen: bool) -> Int[Tensor, "row token"]:

@@ -206,11 +206,11 @@ def page_bytes(pages: Pages, coarse: bool) -> float:
 
 
 def by_head(layers: list[LayerCache], count: object) -> Int[Tensor, "layer seq head"]:
-    rows = []
-    for layer in layers:
-        whole = torch.zeros(layer.sequences, layer.heads, dtype=torch.long)
+    """Nothing of layers that hold nothing, as those that a pass which broke off did not come to."""
+    most = [max((getattr(layer, side) for layer in layers), default=0) for side in ("sequences", "heads")]
+    every = torch.zeros(len(layers), *most, dtype=torch.long)
+    for whole, layer in zip(every, layers, strict=True):
         for part in layer.parts:
             found = count(part.lane).cpu().long().unflatten(0, (layer.sequences, -1))  # type: ignore[operator]
             whole[:, slice(None) if part.index is None else part.index.cpu()] = found
-        rows.append(whole)
-    return torch.stack(rows) if rows else torch.zeros(0, 0, 0, dtype=torch.long)
+    return every

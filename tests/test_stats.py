@@ -329,6 +329,16 @@ def test_an_empty_cache_holds_nothing() -> None:
     assert str(stats) == "0 tokens seen; per head 0 held, 0 read; nothing held"
 
 
+def test_layers_that_a_first_pass_did_not_come_to_hold_nothing() -> None:
+    """Who ran out of memory there asks what is held."""
+    cache = kvengine.EngineCache(model := patched("duo(sinks=4, recent=8)"))
+    model.model.layers[1].self_attn.q_proj = None
+    with pytest.raises(TypeError):
+        model(one(70)["input_ids"], cache=cache)
+    held = cache.stats().held
+    assert held.tolist() == [[[70, 12]], [[0, 0]]] and torch.equal(maps.held(cache).sum(-1), held)
+
+
 @pytest.mark.parametrize("text", ["kivi(bits=4)", "quest(budget=64)"])
 def test_a_tail_that_is_sealed_from_stays_where_it_is(text: str) -> None:
     """Neither copied every few tokens nor grown: what was sealed leaves room for what comes."""
