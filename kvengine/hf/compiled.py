@@ -352,8 +352,8 @@ def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = 
         how: "graph" captures a CUDA graph (needs CUDA); "trace" records torch operations; "eager" runs each step, over a
             cache held still all the same. By default "graph" on a GPU, "eager" elsewhere.
         fuse: whether `torch.compile` fuses what a layer does beside attention and products of matrices, so that a recorded
-            step launches half as much. It takes a while at the first step (tens of seconds), and rounds as the model does.
-            Without a GPU it gains nothing.
+            step launches less than half as much. It takes a while at the first step (tens of seconds), and rounds as the model
+            does. Without a GPU it gains nothing.
 
     Returns:
         A `CompiledDecode`, for `model.generate(..., custom_generate=decoder)`.

@@ -105,8 +105,8 @@ def patch(
         record: whether `generate` records a decode step and replays it for every token, where the model is on a GPU: without,
             a step there takes as long as Python does. It then takes greedy decoding and sampling alone. Recording takes some
             steps' time for each call. See `kvengine.compile_decode`, whose `how` it may also be.
-        fuse: whether what a recorded step does beside attention and products of matrices is fused by torch's compiler: about a
-            third of the launches, for tens of seconds at the model's first token. See `kvengine.compile_decode`.
+        fuse: whether what a recorded step does beside attention and products of matrices is fused by torch's compiler: less than
+            half of the launches, for tens of seconds at the model's first token. See `kvengine.compile_decode`.
         judge_every: have `generate` read a prompt in parts of so many tokens, and judge each (evict, quantise, move away) before
             it reads the next, so that a cache never holds more than what was kept and one part. By default a prompt is judged
             at its end, as papers do, and what it leaves does not depend on chunks. In a loop of one's own, each pass of several
