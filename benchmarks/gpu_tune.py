@@ -162,8 +162,8 @@ def save(rows: list[dict[str, Any]], out: Path, device: str) -> None:
                "warps": "warps", "ms": "ms:.3f", "over what is used": "gain:.2f"}  # fmt: skip
     chip = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
     machine = f"{chip}, torch {torch.__version__}, Triton {triton.__version__}"
-    result = {"command": "python -P benchmarks/gpu_tune.py", "machine": machine, "columns": columns,
-              "rows": list(best.values()), "all": rows}  # fmt: skip
+    command = "python -P benchmarks/gpu_tune.py --out benchmarks/results/gpu_tune.json"
+    result = {"command": command, "machine": machine, "columns": columns, "rows": list(best.values()), "all": rows}
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
