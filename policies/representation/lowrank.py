@@ -59,7 +59,7 @@ class LowRank(Representation):
         if not isinstance(stack.retention, Full):
             raise UnsupportedPolicy(
                 f"'lowrank' stores the keys of all heads of a sequence together, but {name_of(stack.retention)!r} "
-                "drops tokens head by head, which would free none of it; use 'full' (heads that stream stay exact)"
+                "drops tokens, which would free none of them; use 'full' (heads that stream stay exact)"
             )
 
     def join(self, k: Float[Tensor, "seq head token dim"]) -> Fields:

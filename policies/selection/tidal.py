@@ -95,11 +95,12 @@ class Tidal(Selection):
             )
 
     def check(self, stack: Stack) -> None:
-        for policy, plain, what in ((stack.retention, Full, "holds"), (stack.routing, Uniform, "gives")):
+        own = "drops tokens in each layer for itself", "gives each layer's heads tokens of their own"
+        for policy, plain, does in zip((stack.retention, stack.routing), (Full, Uniform), own, strict=True):
             if not isinstance(policy, plain):
                 raise UnsupportedPolicy(
-                    f"'tidal' reads the same tokens in all layers, but {name_of(policy)!r} {what} each layer's heads "
-                    f"tokens of their own; use {name_of(plain())!r}, or a selection that chooses in every layer (quest)"
+                    f"'tidal' reads the same tokens in all layers, but {name_of(policy)!r} {does}; use "
+                    f"{name_of(plain())!r}, or a selection that chooses in every layer (quest)"
                 )
 
     def check_depth(self, layers: int) -> None:
