@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose.
+"""Every error the engine raises on purpose, but for what the codec and the stores say of arguments that cannot be (ValueError).
 
     KVEngineError
     ├── PolicyError (ValueError)          a policy string or option is wrong
