@@ -71,7 +71,9 @@ Golden = Annotated[
     bool | None,
     setting("golden", "multi-turn: later questions follow the right answers, or the model's", "--golden/--own-answers"),
 ]
-Retry = Annotated[bool | None, setting("retry", "do refused cells again", "--retry/--no-retry")]
+Retry = Annotated[
+    bool | None, setting("retry", "do what failed, was refused or ran out of memory again", "--retry/--no-retry")
+]
 Report = Annotated[bool | None, setting("report", "write tables and pictures at the end", "--report/--no-report")]
 Data = Annotated[list[str] | None, typer.Option(help=f"NAME=PATH of local data: {', '.join(DATA)}; may be repeated")]
 FailUnder = Annotated[

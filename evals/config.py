@@ -52,7 +52,7 @@ class RunConfig:
     ceiling: bool = True
     oracle: bool = True
     golden: bool = True  # SCBench history: golden answers, or the model's own
-    retry: bool = False  # do refused and out-of-memory cells again
+    retry: bool = False  # do what failed, was refused or ran out of memory again
     report: bool = True  # write tables and pictures at the end; the exit code and the rows do not need them
     data: Mapping[str, Path] = field(default_factory=dict)
     fail_under: Mapping[str, float] = field(default_factory=dict)
