@@ -143,7 +143,8 @@ def main() -> None:
     ]
     result = {
         "command": f"python -P benchmarks/full_vs_stock.py --rounds {given.rounds} --threads {given.threads}"
-        + f" --length {length}" * (length != parser.get_default("length")),
+        + f" --length {length}" * (length != parser.get_default("length"))
+        + f" --out benchmarks/results/{given.out.name}" * (given.out != parser.get_default("out")),
         "machine": f"{given.threads} CPU cores{processor()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}; ratios are medians over rounds, turn by turn",
         "columns": {
