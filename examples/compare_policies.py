@@ -69,10 +69,10 @@ def main() -> None:
     args = given.parse_args()
     try:
         task = json.loads(args.file.read_text(encoding="utf-8-sig")) if args.file else made_up()
-        asked = [one["question"] for one in task["questions"]]
-        if not all([task["text"], asked, *asked]):
-            raise ValueError("there is no text, no question, or an empty one")
-        if not all(isinstance(x, str) for x in (task["text"], *asked, *(one["answer"] for one in task["questions"]))):
+        asked = [one[part] for one in task["questions"] for part in ("question", "answer")]
+        if not all([task["text"], asked, *asked]):  # an empty answer would occur in whatever is generated
+            raise ValueError("there is no text or no question, or a question or an answer is empty")
+        if not all(isinstance(x, str) for x in (task["text"], *asked)):
             raise ValueError("text, questions and answers are strings")
     except (OSError, ValueError, KeyError, TypeError) as error:
         given.error(f"{args.file} is not such a file ({type(error).__name__}: {error})")

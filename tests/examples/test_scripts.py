@@ -51,7 +51,7 @@ def test_an_example_runs(
 def test_policies_are_compared_on_a_file_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": ""}]}
+    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": "blue"}]}
     (tmp_path / "task.json").write_text(json.dumps(task), encoding="utf-8-sig")  # as Windows writes it
     run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
     assert "1 of 1" in capsys.readouterr().out
@@ -83,6 +83,7 @@ def test_what_is_typed_wrong_is_told(
 @pytest.mark.parametrize("text", [
     "{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000, '{"text": "a b", "questions": []}',
     '{"text": 5, "questions": [{"question": "a", "answer": "b"}]}',
+    '{"text": "a", "questions": [{"question": "b", "answer": ""}]}',
 ])  # fmt: skip
 def test_another_file_than_texts_and_questions_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
