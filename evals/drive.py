@@ -141,8 +141,9 @@ def execute(task: Run, observer: Observer) -> None:
 
 
 def warn(run: Run, console: Console) -> None:
-    """Of lengths that the model was not made for."""
-    for line in tables.beyond(list(run.config.lengths), manifest.positions(run.model)):
+    """Of lengths that the model was not made for, and of a template that spends answers on thoughts."""
+    over = tables.beyond(list(run.config.lengths), manifest.positions(run.model))
+    for line in [*over, *tables.thinking(run.prompter.wrapper.tail)]:
         console.print(line, style="yellow", highlight=False, markup=False)
 
 

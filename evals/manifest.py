@@ -36,7 +36,7 @@ def texts(x: Any) -> bool:
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("config", "data"), lambda x: isinstance(x, dict)),
-    **dict.fromkeys(("versions", "policies"), texts),
+    **dict.fromkeys(("versions", "policies", "wrapper"), texts),
     **dict.fromkeys(("parameters", "vocabulary"), lambda x: isinstance(x, int) and 0 < x < MOST),
     "positions": lambda x: isinstance(x, int | float),
     "resumed": lambda x: isinstance(x, list),

@@ -131,7 +131,7 @@ HUGE = 10**400
 ASKED = {"suite": "scbench", "task": "scbench_kv"}
 STRANGE: dict[str, Any] = {
     **{"config": 5, "data": 1, "versions": {"torch": 1}, "parameters": None, "vocabulary": -1, "positions": "x"},
-    **{"policies": [1], "calls": ["a"], "machines": [None]},
+    **{"policies": [1], "calls": ["a"], "machines": [None], "wrapper": {"tail": 1}},
 }
 
 

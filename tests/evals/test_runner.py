@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, demo, drive, records, report
+from kvengine.evals import aggregate, demo, drive, records, report, tables
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.loading import load, model_digest
@@ -320,6 +320,18 @@ def test_prompts_are_the_same_every_day() -> None:
     assert Prompter(tokenizer, True).wrapper.head == "[26 Jul 2024] "
     tokenizer.chat_template = "{%- if strftime_now is defined %}{{ strftime_now('%Y-%m-%d, %H:%M') }}{% endif %}" + EACH
     assert Prompter(tokenizer, True).wrapper.head == "2024-07-26, 00:00"
+
+
+def test_no_answer_is_spent_on_thoughts_or_it_is_told() -> None:
+    """Qwen 3 had not ended its thought after the 48 tokens that were there for the answer."""
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = EACH + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    may = Prompter(tokenizer, True).wrapper.tail
+    tokenizer.chat_template = EACH + "<think>"  # as DeepSeek R1 always does
+    must = Prompter(tokenizer, True).wrapper.tail
+    assert (may, must) == ("<think></think>", "<think>")
+    told = [tables.conditions([], {"config": {}, "wrapper": {"tail": tail}}) for tail in (may, must, "")]
+    assert "--chat off" in told[1][0] and told == [[], told[1][:1], []]
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
