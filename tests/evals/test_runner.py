@@ -323,7 +323,7 @@ def test_prompts_are_the_same_every_day() -> None:
 
 
 def test_no_answer_is_spent_on_thoughts_or_it_is_told() -> None:
-    """Qwen 3 had not ended its thought after the 48 tokens that were there for the answer."""
+    """Templates as Qwen 3's have the model think unless they are told: an answer's 48 tokens may all be a thought."""
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = EACH + "{% if enable_thinking is false %}<think></think>{% endif %}"
     may = Prompter(tokenizer, True).wrapper.tail

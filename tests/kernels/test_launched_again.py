@@ -152,7 +152,7 @@ def test_launches_of_another_triton_are_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_blocks_than_cuda_takes_are_refused_by_name() -> None:
-    """Triton said "invalid argument", for 65536 rows of sequences and heads."""
+    """As 65536 rows of sequences and heads; the driver's refusal names neither."""
     from kvengine.kernels.put_token.triton import put_kernel
 
     put_kernel[(65536, 65535)]
