@@ -12,7 +12,7 @@ import yaml
 
 from kvengine.errors import EvaluationError, unknown
 from kvengine.evals.policies import Arm, arms, everything, split
-from kvengine.evals.records import key_of
+from kvengine.evals.records import MODES, key_of
 from kvengine.evals.tasks import catalogue
 
 DATA = {
@@ -22,8 +22,6 @@ DATA = {
 """What local files may be given as, and the suites that read them; docs/evaluation.md says what each has in it."""
 FOLDERS = ("scbench", "longbench")
 """Those that have a file for each task."""
-MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
-"""What the compression of a context knows of the questions, by how they are asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

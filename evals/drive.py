@@ -21,7 +21,7 @@ from kvengine.evals.claim import claimed
 from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import opened
 from kvengine.evals.progress import Bar
-from kvengine.evals.records import ROWS, Journal
+from kvengine.evals.records import ROWS, Journal, complete
 from kvengine.evals.runner import GIVEN_UP, Cell, Observer, Run, verdict
 from kvengine.evals.tasks import choose
 from kvengine.evals.tasks._fit import NoData
@@ -122,9 +122,11 @@ def _run(config: RunConfig, console: Console) -> int:
 def execute(task: Run, observer: Observer) -> None:
     """Do what the run folder lacks, as the run's settings say: one cell after the other, shared, or in rounds.
 
-    Raises `EvaluationError` if the folder is another run's, before anything is added to it.
+    Raises `EvaluationError` if the folder is another run's, or has rows that no report could be made of, before anything is added
+    to it.
     """
     config = task.config
+    complete(task.journal.rows, task.journal.path)
     manifest.write(config.out / "manifest.json", task)
     end = inf if config.minutes is None else time.monotonic() + 60 * config.minutes
     if config.shared:
@@ -139,8 +141,9 @@ def execute(task: Run, observer: Observer) -> None:
 
 
 def warn(run: Run, console: Console) -> None:
-    """Of lengths that the model was not made for."""
-    for line in tables.beyond(list(run.config.lengths), manifest.positions(run.model)):
+    """Of lengths that the model was not made for, and of a template that spends answers on thoughts."""
+    over = tables.beyond(list(run.config.lengths), manifest.positions(run.model))
+    for line in [*over, *tables.thinking(run.prompter.wrapper.tail)]:
         console.print(line, style="yellow", highlight=False, markup=False)
 
 

@@ -11,6 +11,8 @@ import torch
 
 from kvengine.errors import EvaluationError, out_of_memory
 
+ORDINARY = "Yesterday's extraordinary weather surprised 4817263 people; whoever remembers, tell (in your tongue) of it."
+"""A text that every model can read."""
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,6 +51,12 @@ def load(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, 
     if lacks := sorted(found["missing_keys"]):  # they would be drawn at random, and all that is measured be noise
         told = f"{', '.join(lacks[:3])}{' and others' if len(lacks) > 3 else ''}"
         raise EvaluationError(f"cannot load {name!r}: its files have no weights for {told}. Do they belong together?")
+    known, ids = getattr(model.get_input_embeddings(), "num_embeddings", None), tokenizer(ORDINARY).input_ids
+    if known is not None and max(ids, default=0) >= known:  # torch would say that an index is out of range
+        raise EvaluationError(
+            f"cannot load {name!r}: its tokenizer numbers {len(tokenizer)} tokens, and the model knows {known}. Do its files "
+            "belong together?"
+        )
     model.to(place)
     return model.eval(), tokenizer
 

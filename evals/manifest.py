@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from kvengine.errors import EvaluationError
+from kvengine.evals.records import MOST
 from kvengine.offload.stores.filesystem import replace_file
 
 PACKAGES = ("kvengine", "torch", "transformers", "tokenizers", "numpy", "triton", "wonderwords")
@@ -25,6 +27,23 @@ TOLD = (
     *(*FIXED, "config", "started", "resumed", "data", "model_name"),
     *("parameters", "device", "threads", "versions"),  # what a report says of the run
 )
+
+
+def texts(x: Any) -> bool:
+    """Whether it is texts by name."""
+    return isinstance(x, dict) and all(isinstance(one, str) for one in x.values())
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("config", "data"), lambda x: isinstance(x, dict)),
+    **dict.fromkeys(("versions", "policies", "wrapper"), texts),
+    **dict.fromkeys(("parameters", "vocabulary"), lambda x: isinstance(x, int) and 0 < x < MOST),
+    "positions": lambda x: isinstance(x, int | float),
+    "resumed": lambda x: isinstance(x, list),
+    "machines": lambda x: isinstance(x, list) and all(isinstance(one, str) for one in x),
+    "calls": lambda x: isinstance(x, list) and all(map(texts, x)),
+}
+"""What fields are that are read as more than text; those not in `TOLD` may be missing."""
 ASKED = ("seed", "golden", "judge_every")  # settings under which every policy of a folder was asked the same
 
 
@@ -56,11 +75,19 @@ def read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_bytes())
         if lacks := [name for name in TOLD if not isinstance(found, dict) or name not in found]:
             raise ValueError(f"it lacks {', '.join(lacks)}")
+        if wrong := [f"{name} ({str(found[name])[:80]!r})" for name in strange(found)]:
+            raise ValueError(f"no run writes such {', '.join(wrong)}")
     except ValueError as error:
         raise EvaluationError(
             f"{path} is damaged: {error}; delete it, and the command of its run writes it anew and keeps the rows"
         ) from error
     return found
+
+
+def strange(found: dict[str, Any]) -> list[str]:
+    """Fields that are read as more than text, and are not what `describe` writes."""
+    kept = {name: found[name] for name in KINDS if name in TOLD or found.get(name) is not None}
+    return [name for name, value in kept.items() if not KINDS[name](value)]
 
 
 def machines(found: dict[str, Any]) -> list[str]:

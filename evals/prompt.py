@@ -56,8 +56,9 @@ def wrapper(tokenizer: Any) -> Wrapper:
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     try:
         template = tokenizer.get_chat_template()
-        dated = {"chat_template": CLOCK + template} if "strftime_now" in template else {}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dated))
+        more: dict[str, Any] = {"chat_template": CLOCK + template} if "strftime_now" in template else {}
+        more["enable_thinking"] = False  # an answer's tokens are for the answer (Qwen 3, GLM 4.5, SmolLM 3 …)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
     except (TemplateError, TypeError, ValueError) as error:  # the latter of several templates without a default
         raise EvaluationError(
             f"the chat template cannot be used ({type(error).__name__}: {error}); run with the template off (--chat off)"

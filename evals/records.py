@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,14 @@ FOUND = {
 """And of every row that holds a result."""
 COSTS = {name: int | float | None for name in ("attended", "read_per_token", "ttft", "tokens_per_s", "peak_bytes")}
 """Those that it may lack."""
+COUNTED = ("max_new_tokens", "prompt_tokens", "new_tokens", "held", "bytes_held")
+"""Those of a result that are numbers from 0 on, as the length and the costs are."""
+MOST = 1 << 63
+"""No number of these is as large."""
+MODES = {"multi-turn": "aware", "multi-request": "agnostic"}
+"""What the compression of a context knows of the questions, by how they are asked."""
+NAME = re.compile(r"[\w.-]{1,100}")
+"""What suites, tasks and kinds are called: files of a report are named by them."""
 MEASURED = frozenset({"ttft", "decode", "tokens_per_s", "peak_bytes", "together"})
 """Fields that differ from run to run; all others are the same for the same configuration."""
 
@@ -173,14 +182,36 @@ def complete(rows: list[Row], path: Path) -> list[Row]:
         fields = {**WHERE, **FOUND} if row.get("status") == "ok" else WHERE
         lacks = [name for name, kind in fields.items() if not isinstance(row.get(name, ...), kind)]
         lacks += [name for name, kind in COSTS.items() if not isinstance(row.get(name), kind)]
-        if lacks:
-            told = ", ".join(f"{name} ({row[name]!r})" if name in row else name for name in lacks)
+        if lacks := lacks or impossible(row):
+            told = ", ".join(f"{name} ({str(row[name])[:80]!r})" if name in row else name for name in lacks)
             where = f"{row.get('task')}, sample {row['sample']}, turn {row['turn']}, '{row.get('policy')}'"
             raise EvaluationError(
                 f"{path}: the row of {where} lacks {told} as this version reads it; it is another version's, or was edited: "
                 "measure it anew in another --out"
             )
     return rows
+
+
+def impossible(row: Row) -> list[str]:
+    """Fields of a row that are of the right kind, and hold what no run writes."""
+    measured, suite = row["status"] == "ok", row["suite"]
+    names = {"suite": suite, "task": row["task"], "kind": row.get("kind") or "none"}
+    found = [name for name, told in names.items() if not NAME.fullmatch(str(told))]
+    found += [] if row["mode"] in MODES else ["mode"]
+    counted = ("length", *COSTS, *(COUNTED if measured else ()))
+    found += [name for name in counted if not 0 <= (row.get(name) or 0) < MOST]
+    if not measured:
+        return found
+    loss = row["metric"] == "nll" and isinstance(row["score"], float)  # which may be anything, where a model overflows
+    depth, asked = row["meta"].get("depth", 0), suite == "scbench"
+    fits = {
+        "score": loss or 0 <= row["score"] <= 1,
+        "sample": suite != "ruler" or row["sample"].isdecimal(),
+        "kind": not asked or "kind" in row,
+        "meta": isinstance(depth, int | float) and 0 <= depth < MOST and (not asked or "answer" in row["meta"]),
+        "scores": not asked or isinstance(row["scores"].get("official"), int | float),
+    }
+    return found + [name for name, right in fits.items() if not right]
 
 
 def _parse(line: bytes) -> Row | None:

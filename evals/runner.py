@@ -16,14 +16,14 @@ import torch
 
 from kvengine.errors import EvaluationError, KVEngineError, UnsupportedPolicy
 from kvengine.evals import memory
-from kvengine.evals.config import MODES, RunConfig
+from kvengine.evals.config import RunConfig
 from kvengine.evals.engine import Engine, opened
 from kvengine.evals.loading import model_digest, stop_ids
 from kvengine.evals.policies import Arm
 from kvengine.evals.prompt import Prompter
 from kvengine.evals.protocol import Answer, alone
 from kvengine.evals.protocol import Protocol as Asking
-from kvengine.evals.records import Journal, Row, key_of
+from kvengine.evals.records import MODES, Journal, Row, key_of
 from kvengine.evals.tasks import Plan, Sample, Task, Turn, choose
 from kvengine.evals.tasks._fit import NoData, TooShort
 

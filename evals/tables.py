@@ -136,7 +136,7 @@ def provenance(found: list[CellResult], manifest: dict[str, Any]) -> str:
 def conditions(found: list[CellResult], manifest: dict[str, Any]) -> list[str]:
     """What is not as usual of how a run was measured."""
     over = beyond(unique(cell.length for cell in found), manifest.get("positions"))
-    return [*timed(manifest), *parted(manifest), *over]
+    return [*timed(manifest), *parted(manifest), *over, *thinking((manifest.get("wrapper") or {}).get("tail", ""))]
 
 
 def timed(manifest: dict[str, Any]) -> list[str]:
@@ -159,6 +159,19 @@ def beyond(lengths: list[int], positions: int | None) -> list[str]:
     """
     over = [str(length) for length in lengths if positions is not None and length > positions]
     return [f"Beyond the {positions} positions of the model's configuration: {', '.join(over)} tokens."] if over else []
+
+
+def thinking(tail: str) -> list[str]:
+    """Templates that have begun a thought where the model goes on: its score is not the policy's fault.
+
+    >>> thinking("<assistant><think></think>")
+    []
+    """
+    if tail.rfind("<think>") <= tail.rfind("</think>"):
+        return []
+    return [
+        "The chat template has the model think first, in the tokens that a task gives to an answer; --chat off asks without it."
+    ]
 
 
 def scores(found: list[CellResult]) -> str:

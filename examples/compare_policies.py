@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvengine
-from kvengine.evals import bundled_model
+from kvengine.evals.loading import load
 
 POLICIES = [
     "full",
@@ -65,19 +64,20 @@ def measure(model: Any, tokenizer: Any, policy: str, task: dict[str, Any]) -> tu
 def main() -> None:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("file", nargs="?", type=Path)
-    given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+    given.add_argument("model", nargs="?", default="bundled", help="folder, hub id, or 'bundled'")
     args = given.parse_args()
     try:
         task = json.loads(args.file.read_text(encoding="utf-8-sig")) if args.file else made_up()
-        asked = [one["question"] for one in task["questions"]]
-        if not all([task["text"], asked, *asked]):
-            raise ValueError("there is no text, no question, or an empty one")
-        if not all(isinstance(x, str) for x in (task["text"], *asked, *(one["answer"] for one in task["questions"]))):
+        asked = [one[part] for one in task["questions"] for part in ("question", "answer")]
+        if not all([task["text"], asked, *asked]):  # an empty answer would occur in whatever is generated
+            raise ValueError("there is no text or no question, or a question or an answer is empty")
+        if not all(isinstance(x, str) for x in (task["text"], *asked)):
             raise ValueError("text, questions and answers are strings")
+        "".join([task["text"], *asked]).encode()  # half of a surrogate pair is no text
     except (OSError, ValueError, KeyError, TypeError) as error:
         given.error(f"{args.file} is not such a file ({type(error).__name__}: {error})")
     try:
-        model, tokenizer = (auto.from_pretrained(args.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
+        model, tokenizer = load(args.model, device="cpu")
         found = {policy: measure(model, tokenizer, policy, task) for policy in POLICIES}
     except (OSError, ValueError) as error:  # no such model, or none that can be patched
         given.error(str(error))

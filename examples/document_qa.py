@@ -53,6 +53,7 @@ from kvengine.prefix import Prefix
 
 USE = "POST a text to /documents, a question to /documents/ID/questions; DELETE /documents/ID; GET /health"
 ROOM = 1024  # tokens for a question and its answer
+LASTING = 3600.0  # seconds for which /health tells what went wrong with the store; its counts tell of all time
 NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -69,7 +70,7 @@ class Library:
     max_tokens: int = 8192
     max_documents: int = 1000
     lock: threading.Lock = field(default_factory=threading.Lock)
-    failed: dict[str, None] = field(default_factory=dict)  # what went wrong with the store, the newest last
+    failed: dict[str, float] = field(default_factory=dict)  # what went wrong with the store, and when; the newest last
     control: frozenset[int] = field(init=False)  # tokens that must not come from a client's text
     # what `max_tokens` of the longest tokens spell: counting those of more takes seconds
     max_characters: int = field(init=False)
@@ -190,12 +191,13 @@ class Library:
         return found
 
     def problems(self) -> list[str]:
-        """The last five things that went wrong with the store, each once. Who asks again is told again."""
+        """The last five things that went wrong with the store within an hour, each once. Who asks again is told again."""
         for event in self.prefix.store.events():
             if event.kind not in ("miss", "skipped"):  # skipped: what failed before was not tried again yet
                 self.failed.pop(event.detail, None)
-                self.failed[event.detail] = None
-        self.failed = dict.fromkeys(list(self.failed)[-5:])
+                self.failed[event.detail] = event.when
+        newest = list(self.failed.items())[-5:]
+        self.failed = {detail: when for detail, when in newest if time.time() - when < LASTING}
         return list(self.failed)
 
     @property

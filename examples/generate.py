@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import kvengine
-from kvengine.evals import bundled_model
+from kvengine.evals.loading import load
 
 given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 given.add_argument("policy", nargs="?", default="quest(budget=128, page=4, reduce='each') + kivi(bits=4, residual=32)")
-given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+given.add_argument("model", nargs="?", default="bundled", help="folder, hub id, or 'bundled'")
 policy, name = vars(given.parse_args()).values()
 try:
-    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = load(name, device="cpu")
     kvengine.patch(model, policy)  # the one line
 except (OSError, ValueError) as error:  # no such policy, or no such model
     given.error(str(error))

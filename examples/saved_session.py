@@ -11,18 +11,17 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvengine
-from kvengine.evals import bundled_model
+from kvengine.evals.loading import load as load_model
 from kvengine.saved import extra, load, save
 
 given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 given.add_argument("policy", nargs="?", default="kivi(bits=4)")
-given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+given.add_argument("model", nargs="?", default="bundled", help="folder, hub id, or 'bundled'")
 policy, name = vars(given.parse_args()).values()
 try:
-    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = load_model(name, device="cpu")
     kvengine.patch(model, policy)
 except (OSError, ValueError) as error:  # no such policy, or no such model
     given.error(str(error))

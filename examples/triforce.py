@@ -11,20 +11,21 @@ import argparse
 import time
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import kvengine
-from kvengine.evals import bundled_model
+from kvengine.evals.loading import load
 from kvengine.speculative.triforce import TriForce
 
 given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-given.add_argument("model", nargs="?", default=bundled_model(), help="folder or hub id; by default the bundled one")
+given.add_argument("model", nargs="?", default="bundled", help="folder, hub id, or 'bundled'")
 given.add_argument("file", nargs="?", type=Path, default=__file__, help="a text; by default this script")
 name, file = vars(given.parse_args()).values()
 try:
     text = Path(file).read_text(encoding="utf-8")
-    model, tokenizer = (auto.from_pretrained(name) for auto in (AutoModelForCausalLM, AutoTokenizer))
-except (OSError, ValueError) as error:  # no such text, or no such model
+except (OSError, ValueError) as error:
+    given.error(f"{file} is no text: {error}")
+try:
+    model, tokenizer = load(name, device="cpu")
+except ValueError as error:  # no such model
     given.error(str(error))
 
 kvengine.patch(model)

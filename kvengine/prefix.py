@@ -263,7 +263,8 @@ class Prefix:
         return True
 
     def keep(self, ids: Int[Tensor, "seq token"], cache: EngineCache) -> int:
-        """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are.
+        """Stores the prompt's whole chunks that are not stored yet; the chunks submitted. Does not wait until they are: where
+        more come than may wait for the store (`Store.pending`), the first that it drops ends them, as its log and counts tell.
 
         `ids` are the tokens that the cache was given, from the first on: other ones would be found with these keys, and nothing
         here can tell.
@@ -315,14 +316,19 @@ class Prefix:
         # Values that a policy has of latents are the keys' first channels.
         layers = [(k, v[..., :0] if x.layer in self.ranks else v) for (k, v), x in zip(layers, engines, strict=True)]
         size = self.chunk * sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in layers)
+        sent, end = 0, len(keys)
         for i in self.order(have, len(keys), size):
+            if i > end:  # behind one that was dropped: nobody would find it
+                continue
             span = slice(i * self.chunk, (i + 1) * self.chunk)
             kv = KV([(k[0, :, span], v[0, :, span]) for k, v in layers],
                     torch.arange(span.start, span.stop), self.whose)  # fmt: skip
+            dropped = self.store.counts["dropped"]
             self.store.submit_put([keys[i]], [encode(kv, self.level, chunk=self.chunk)], self.ttl)
+            sent, end = (sent + 1, end) if self.store.counts["dropped"] == dropped else (sent, i)
         if self.beside and keys and not self.store.leading([name := prefix_beside.name(keys[-1])], self.timeout):
             self.store.submit_put([name], [prefix_beside.encode(cache, self.whose)], self.ttl)
-        return len(keys) - have
+        return sent
 
     def stops(self, cache: EngineCache, total: int) -> bool:
         """Whether a cache's windows and states are those after the last whole chunk of a prompt, and can be stored."""

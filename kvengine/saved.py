@@ -202,12 +202,12 @@ class Writer:
         tail = lane.tail
         own = {name: x for name, x in vars(tail).items() if name not in OUTSIDE[Tail]}
         held = {name: x[:, tail.span] if isinstance(x, Tensor) else x for name, x in own.items()}
-        held |= {"start": 0, "end": len(tail)}
         return {
             "heads": lane.heads,
             "own": self.attributes(lane),
-            "tail": self.value(held),
+            "tail": self.value(held | {"start": 0, "end": len(tail)}),
             "pages": None if lane.pages is None else self.pages(lane.pages),
+            "tally": [lane.tally.computed, lane.tally.every],
         }
 
     def pages(self, pages: Pages) -> dict[str, Any]:
@@ -304,6 +304,7 @@ class Reader:
         own = self.value(state["own"])
         own = {"former": own["begin"]} | own  # which earlier versions did not save
         set_attributes(lane, own)
+        lane.tally.computed, lane.tally.every = map(float, state.get("tally", (0, 0)))  # neither did they save this
         lane.saw = None if own["saw"] is None else Reach(None, None, own["saw"], 1)
         # Under autocast values have another dtype than keys, or not in all lanes.
         if "v" in (tail := self.value(state["tail"])) and tail["v"].dtype in DTYPES.values():

@@ -40,10 +40,11 @@ class Stats:
         pages_used, pages_free: pages that some table names, and that none does, all layers.
         seen: tokens seen, padding included.
         served: pieces of pages that were read where pages are placed below the device, by the tier that had them
-            ("device": already there; "ahead": fetched from a lower tier before they were asked for), all layers.
-        faults: times that a tier failed to take or to give pages, all layers.
+            ("device": already there; "ahead": fetched from a lower tier before they were asked for), all layers, since the cache
+            was made or loaded.
+        faults: times that a tier failed to take or to give pages, all layers, since then.
         computed: of the pairs of a prompt's queries and the tokens up to them, the share whose attention was computed; None
-            where no prefill method leaves any out. Of what came since the cache was made or loaded.
+            where no prefill method leaves any out.
     """
 
     bytes: dict[str, dict[str, int]]

@@ -82,6 +82,8 @@ class Pretended:
                 return bulk(held.get(key, b"")[int(words[1]) : int(words[2]) + 1])
             case "DEL":
                 return b":%d\r\n" % sum(held.pop(word, None) is not None for word in words)
+            case "EXISTS":
+                return b":%d\r\n" % sum(word in held for word in words)
             case "PERSIST":
                 self.life[key] = None
                 return b":1\r\n"

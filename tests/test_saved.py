@@ -62,6 +62,7 @@ def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) ->
             a, b = go_on(model, cache, first, 20), go_on(model, back, first, 20)
             assert a[0] == b[0] and torch.equal(a[1], b[1])
             assert torch.equal(back.stats().held, cache.stats().held)
+            assert back.stats().computed == cache.stats().computed
             assert saved.extra(tmp_path / "s.kv") == {"note": 1}
     except kvengine.stack.UnsupportedPolicy as error:
         pytest.skip(str(error))

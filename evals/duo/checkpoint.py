@@ -113,10 +113,16 @@ class Checkpoint:
         try:
             found: dict[str, Any] = json.loads(self.path.read_bytes())
             before = dict(found["asked"])
-            sizes = {torch.tensor(found["alpha"]).shape, *(torch.tensor(x).shape for x in found["optimiser"].values())}
-            if len(sizes - {torch.Size()}) != 1 or not isinstance(found["steps"], int):
+            kept = found["alpha"], found["optimiser"]["exp_avg"], found["optimiser"]["exp_avg_sq"]
+            tables = [torch.tensor(x, dtype=torch.float64) for x in kept]
+            if len({x.shape for x in tables}) != 1 or tables[0].ndim != 2:
                 raise ValueError("its tables differ in size")
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            counts = found["steps"], found["optimiser"]["step"]
+            if not 0 < min(counts) <= max(counts) <= before.get("steps", max(counts)) or not isinstance(counts[0], int):
+                raise ValueError(f"steps {counts[0]} and {counts[1]} are none of this training")
+            if not all(x.isfinite().all() for x in tables) or not torch.equal(tables[0], tables[0].clamp(0, 1)):
+                raise ValueError("its tables hold what no training comes to")
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise EvaluationError(f"{self.path} is damaged ({error!r}); {other}") from error
         differ = [name for name in {**before, **self.asked} if before.get(name) != self.asked.get(name)]
         if differ:

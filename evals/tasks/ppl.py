@@ -2,6 +2,9 @@
 
 The score is the mean negative log-likelihood (nats per token) of the continuation; its difference to the full cache on
 the same text is what compression costs. Perplexity of the prompt itself would never touch the compressed cache.
+
+Stretches begin anywhere, so that more may be drawn later; of a short book they overlap, and the more of them there are, the less
+independent are the continuations that are scored (of the bundled novel's 26 thousand words, none among the first 20).
 """
 
 from __future__ import annotations

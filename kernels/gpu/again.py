@@ -19,6 +19,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from kvengine.errors import KernelError
 from kvengine.kernels.gpu import Note, noting
 
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -26,6 +27,8 @@ KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 TOGETHER = not triton.__version__.startswith("3.6.")
 """Whether these are the launchers of Triton 3.7 and later: one function for all kernels, which takes a kernel's arguments as one
 tuple, behind how they are to be read."""
+SIDE = 65535
+"""Blocks that CUDA takes in the second and the third direction of a launch; in the first it is 2^31 - 1."""
 MOST = 512
 """Kinds of arguments that are remembered of a kernel: numbers that change at every launch should be none of those specialised,
 and if one is, memory does not grow with it."""
@@ -67,6 +70,11 @@ class Noted:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        if max(grid[1:], default=0) > SIDE:
+            raise KernelError(
+                f"{self.kernel.__name__} would be launched in {' x '.join(map(str, grid))} blocks, and CUDA takes {SIDE} in all "
+                "directions but the first: give fewer sequences at once, or a shorter text"
+            )
         return partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], /, *given: Any, **named: Any) -> None:

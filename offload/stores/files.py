@@ -116,9 +116,11 @@ class Files:
             raise StoreError(f"{entry.key[:12]}... was not stored: {error}") from error
 
     def _has(self, entry: Entry) -> bool:
-        """Whether an equal value is there that lives at least as long."""
+        """Whether an equal value is there, whole, that lives at least as long. One that is damaged goes out of the way."""
         try:
-            return self._header(entry.key).serves(entry)
+            if serves := self._header(entry.key).serves(entry):
+                self.verify(entry.key)
+            return serves
         except (KeyError, OSError):
             return False
 

@@ -90,7 +90,7 @@ class Objects:
     def size(self, key: str) -> int | None:
         try:
             return self._head(key).size
-        except (KeyError, CorruptBitstream):
+        except KeyError:
             return None
 
     @reached
@@ -118,15 +118,15 @@ class Objects:
         """One small read per value: the size and expiry are in its header."""
         pinned = {str(item["path"]).rsplit("/", 1)[-1] for item in self._list("pins")}
         for item in self._list("objects"):
-            key, size = str(item["path"]).rsplit("/", 1)[-1].removesuffix(".kv"), item["size"] - record.SIZE
-            if size < 0 or not keys.KEY.fullmatch(key):  # not ours, as what a console puts for a folder
+            key, size = str(item["path"]).rsplit("/", 1)[-1].removesuffix(".kv"), max(0, item["size"] - record.SIZE)
+            if not item["size"] or not keys.KEY.fullmatch(key):  # not ours, as what a console puts for a folder
                 continue
             changed = item["last_modified"].timestamp()
             try:
                 found = record.parse(bytes(self._range(item["path"], 0, record.SIZE)), key)
-            except (KeyError, CorruptBitstream):
+            except KeyError:
                 continue
-            except IncompatibleCache:  # it takes its room, until `gc` wants that
+            except (CorruptBitstream, IncompatibleCache):  # it takes its room, until `gc` wants that
                 found = Entry(key, size, changed)
             yield Entry(key, found.size, found.created, found.expires, changed, key in pinned, found.mark)
 

@@ -2,7 +2,8 @@
 
 A value is split into parts of at most 4 MiB (one huge value stalls the server's single thread), written before the
 manifest that names them; the manifest carries the record's header, so a value is seen whole or not at all. Until it
-is there its parts expire, so that a writer that is killed leaves nothing for ever. Expiry is the server's. Eviction
+is there its parts expire, so that a writer that is killed leaves nothing for ever. Where several write different values
+under one key at the same time, their parts may mix: its digest tells, and the value is gone. Expiry is the server's. Eviction
 is the server's too (`maxmemory-policy`): pinning removes the expiry, and protects from eviction only under a
 `volatile-*` policy.
 """
@@ -47,7 +48,7 @@ class Resp:
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
         front = record.header(key, payload, ttl)
         there = self._there(key)
-        if there is not None and there.serves(record.parse(front)):
+        if there is not None and there.serves(record.parse(front)) and self._whole(there):
             return
         whole = memoryview(b"".join(payload) if len(payload) != 1 else payload[0]).cast("B")
         expiry = None if ttl is None else max(int(ttl * 1000), 1)
@@ -65,6 +66,11 @@ class Resp:
         """Milliseconds for the parts of a value while its new manifest is not there: as long as the old one is to live."""
         left = self.client.pttl(self._name(key))
         return None if left == -1 else max(left, least)
+
+    def _whole(self, entry: Entry) -> bool:
+        """Whether all parts of a value are there: the server may have evicted some."""
+        names = [self._name(entry.key, part) for part in range(-(-entry.size // PART))]
+        return not names or self.client.exists(*names) == len(names)
 
     def _there(self, key: str) -> Entry | None:
         try:
@@ -110,7 +116,7 @@ class Resp:
     def size(self, key: str) -> int | None:
         try:
             return self._head(key).size
-        except (KeyError, CorruptBitstream):
+        except KeyError:
             return None
 
     @reached
@@ -130,11 +136,13 @@ class Resp:
     @reached_each
     def entries(self) -> Iterator[Entry]:
         for name in self.client.scan_iter(f"{self.prefix}:*:head", count=1000):
-            front = self.client.get(name)
+            key, front = bytes(name).decode(errors="replace").split(":")[-2], self.client.get(name)
+            if front is None or not keys.KEY.fullmatch(key):  # gone since, or not ours
+                continue
             try:
-                yield record.parse(front or b"")
+                yield record.parse(front, key)
             except (CorruptBitstream, IncompatibleCache):
-                continue  # gone since, damaged, or not to be read here
+                yield Entry(key, 0, 0.0)  # it takes its room, and what is wrong with it is told where it is read
 
     @reached
     def pin(self, key: str, pinned: bool = True) -> None:

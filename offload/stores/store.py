@@ -46,11 +46,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that went wrong: `kind` is "miss", "corrupt", "incompatible", "failed", "late", "skipped" or "dropped"."""
+    """Something that went wrong: `kind` is "miss", "corrupt", "incompatible", "failed", "late", "skipped" or "dropped"; `when` is
+    in seconds since 1970."""
 
     kind: str
     key: str
     detail: str
+    when: float
 
 
 def check_count(keys: Sequence[str], given: Sequence[object], what: str) -> int:
@@ -253,7 +255,7 @@ class Store:
 
     def _note(self, kind: str, key: str, detail: str) -> None:
         self.counts[kind] += 1
-        self._events.append(Event(kind, key, detail))
+        self._events.append(Event(kind, key, detail, time.time()))
         log.log(logging.DEBUG if kind in ("miss", "skipped") else logging.WARNING, "%s %s: %s", kind, key[:12], detail)
 
     def poll(self) -> list[Done]:

@@ -113,7 +113,9 @@ def read_pattern(path: str) -> tuple[tuple[float, ...], ...]:
     file = Path(path) if Path(path).exists() else BUNDLED / path
     file = file / "full_attention_heads.tsv" if file.is_dir() else file
     try:
-        rows = [[float(x) for x in line.split("\t")] for line in file.read_text().splitlines() if line.strip()]
+        rows = [
+            [float(x) for x in line.split("\t")] for line in file.read_text("utf-8-sig").splitlines() if line.strip()
+        ]
     except OSError as error:
         said = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
         raise PolicyError(f"Duo: cannot read the pattern {path!r}{said}; 'kvengine duo train' makes one") from None

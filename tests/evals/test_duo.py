@@ -159,12 +159,27 @@ def test_an_interrupted_command_goes_on_as_the_same_alone(tmp_path: Path, monkey
 ODD = '{"asked": {}, "steps": 2, "alpha": [[1.0]], "optimiser": {"m": [[1.0, 2.0]]}}'
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", ODD])
+KEPT = {"asked": {"steps": 3}, "steps": 2, "alpha": [[1.0]]}
+MOMENTS = {"step": 2.0, "exp_avg": [[0.0]], "exp_avg_sq": [[0.0]]}
+IMPOSSIBLE = [
+    *({**KEPT, "steps": x, "optimiser": MOMENTS} for x in (-2, 0, 4, 2.5, "2")),
+    *({**KEPT, "alpha": x, "optimiser": MOMENTS} for x in (None, [[7.0]], [[float("nan")]], [1.0])),
+    *(
+        {**KEPT, "optimiser": {**MOMENTS, name: x}}
+        for name, x in (("step", -1.0), ("exp_avg", None), ("exp_avg_sq", 0.0))
+    ),
+    *({**KEPT, "optimiser": x} for x in ({}, {"step": 2.0, "exp_avg": [[0.0]]})),
+]  # of these some ended in a traceback, and some were gone on with
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", ODD, *map(json.dumps, IMPOSSIBLE)])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / checkpoint.CHECKPOINT).write_text(text)
     with pytest.raises(EvaluationError, match=r"checkpoint\.json is damaged .*give --restart to begin anew"):
         Checkpoint(tmp_path, {})
     assert Checkpoint(tmp_path, {}, restart=True).steps == 0
+    (tmp_path / checkpoint.CHECKPOINT).write_text(json.dumps({**KEPT, "optimiser": MOMENTS}))
+    assert Checkpoint(tmp_path, {"steps": 3}).steps == 2
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path) -> None:

@@ -127,6 +127,43 @@ def test_rows_of_another_version_are_told_and_not_a_traceback(tmp_path: Path) ->
         report.read(tmp_path)
 
 
+HUGE = 10**400
+ASKED = {"suite": "scbench", "task": "scbench_kv"}
+STRANGE: dict[str, Any] = {
+    **{"config": 5, "data": 1, "versions": {"torch": 1}, "parameters": None, "vocabulary": -1, "positions": "x"},
+    **{"policies": [1], "calls": ["a"], "machines": [None], "wrapper": {"tail": 1}},
+}
+
+
+def test_values_that_no_run_writes_are_told_by_file_and_field(tmp_path: Path) -> None:
+    """A traceback told of them, and for a task of such a name a file was written outside of the folder."""
+    wrong: list[tuple[str, Row]] = [
+        *(("mode", {"mode": "single"}), ("sample", {"sample": "x"}), ("task", {"task": "../../evil"})),
+        *(
+            (name, {name: HUGE})
+            for name in ("length", "held", "bytes_held", "new_tokens", "ttft", "peak_bytes", "score")
+        ),
+        *(("attended", {"attended": -1}), ("held", {"held": math.nan}), ("score", {"score": 1.5})),
+        *(
+            ("score", {"metric": "nll", "score": HUGE}),
+            ("meta", {"meta": {"depth": "x"}}),
+            ("meta", {**ASKED, "meta": {}}),
+        ),
+        *(("scores", {**ASKED, "scores": {}}), ("kind", {**ASKED, "kind": "a/b"})),
+    ]
+    for name, change in wrong:
+        folder(tmp_path, [row("easy", "full", 0, 1.0), {**row("easy", "full", 1, 1.0), **change}])
+        with pytest.raises(EvaluationError, match=rf"rows.jsonl: .* sample (1|x), .* lacks {name} \("):
+            report.read(tmp_path)
+    for name, value in STRANGE.items():
+        folder(tmp_path, some_rows())
+        (tmp_path / "manifest.json").write_text(json.dumps({**MANIFEST, name: value}))
+        with pytest.raises(EvaluationError, match=rf"manifest.json is damaged: no run writes such {name} \("):
+            report.read(tmp_path)
+    losses = [row("ppl_book", "full", i, x, suite="ppl", metric="nll") for i, x in enumerate((math.nan, math.inf, 9.5))]
+    assert len(report.read(folder(tmp_path, losses))[0]) == 3  # of a model that overflows
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_manifest_says_what_the_report_says_of_a_run(tmp_path: Path) -> None:
     for name in MANIFEST:

@@ -24,12 +24,12 @@ from rich.console import Console
 from support_evals import saved_model, tiny_model, tiny_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from kvengine.cli import app
 from kvengine.errors import EvaluationError, PolicyError, UnsupportedPolicy
-from kvengine.evals import aggregate, demo, drive, records, report
+from kvengine.evals import aggregate, bundled_model, demo, drive, records, report, tables
 from kvengine.evals.config import RunConfig, build
 from kvengine.evals.engine import CacheSession, StockEngine, Usage
 from kvengine.evals.loading import load, model_digest
@@ -320,6 +320,18 @@ def test_prompts_are_the_same_every_day() -> None:
     assert Prompter(tokenizer, True).wrapper.head == "[26 Jul 2024] "
     tokenizer.chat_template = "{%- if strftime_now is defined %}{{ strftime_now('%Y-%m-%d, %H:%M') }}{% endif %}" + EACH
     assert Prompter(tokenizer, True).wrapper.head == "2024-07-26, 00:00"
+
+
+def test_no_answer_is_spent_on_thoughts_or_it_is_told() -> None:
+    """Templates as Qwen 3's have the model think unless they are told: an answer's 48 tokens may all be a thought."""
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = EACH + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    may = Prompter(tokenizer, True).wrapper.tail
+    tokenizer.chat_template = EACH + "<think>"  # as DeepSeek R1 always does
+    must = Prompter(tokenizer, True).wrapper.tail
+    assert (may, must) == ("<think></think>", "<think>")
+    told = [tables.conditions([], {"config": {}, "wrapper": {"tail": tail}}) for tail in (may, must, "")]
+    assert "--chat off" in told[1][0] and told == [[], told[1][:1], []]
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
@@ -950,6 +962,14 @@ def test_files_of_a_model_that_do_not_belong_together_are_refused(
     with pytest.raises(EvaluationError, match=r"belong together\?$") as refused:
         load(str(tmp_path))
     assert said in str(refused.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Deep in torch an index was out of range, once the first text with such a token was read."""
+    saved_model(tmp_path)
+    AutoTokenizer.from_pretrained(bundled_model()).save_pretrained(tmp_path)
+    with pytest.raises(EvaluationError, match=r"numbers 13796 tokens, and the model knows 640\. .* belong together\?$"):
+        load(str(tmp_path))
 
 
 def test_a_model_is_the_same_whichever_transformers_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from layout import ROOT
+from support_evals import saved_model
 
 EXAMPLES = ROOT / "examples"
 SAYS = {
@@ -51,7 +52,7 @@ def test_an_example_runs(
 def test_policies_are_compared_on_a_file_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": ""}]}
+    task = {"text": "The sky is blue. " * 20, "questions": [{"question": "The sky is", "answer": "blue"}]}
     (tmp_path / "task.json").write_text(json.dumps(task), encoding="utf-8-sig")  # as Windows writes it
     run("compare_policies", monkeypatch, str(tmp_path / "task.json"))
     assert "1 of 1" in capsys.readouterr().out
@@ -80,9 +81,38 @@ def test_what_is_typed_wrong_is_told(
     assert left.value.code == 2 and f"{words[0]}.py: error: " in told and words[-1] in told
 
 
+def test_damaged_weights_are_told_and_so_is_a_text_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A download that broke off ended in a traceback of safetensors; of a text in Latin 1 its name was not told."""
+    model, latin = saved_model(tmp_path / "model"), tmp_path / "latin.txt"
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    latin.write_bytes(b"\xf6")
+    task = tmp_path / "task.json"
+    task.write_text('{"text": "a", "questions": [{"question": "b", "answer": "c"}]}')
+    for name, first in {
+        "generate": "full",
+        "conversation": "full",
+        "saved_session": "full",
+        "compare_policies": task,
+    }.items():
+        with pytest.raises(SystemExit):
+            run(name, monkeypatch, str(first), str(model))
+        assert "its weights are damaged or cut" in capsys.readouterr().err, name
+    with pytest.raises(SystemExit):
+        run("triforce", monkeypatch, str(model), str(task))
+    assert "its weights are damaged or cut" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("triforce", monkeypatch, str(model), str(latin))
+    assert f"{latin} is no text" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [
     "{", '{"text": "a b"}', '{"text": "", "questions": []}', "[1]", "\udcff" * 10000, '{"text": "a b", "questions": []}',
     '{"text": 5, "questions": [{"question": "a", "answer": "b"}]}',
+    '{"text": "a", "questions": [{"question": "b", "answer": ""}]}',
+    '{"text": "\\ud800", "questions": [{"question": "b", "answer": "c"}]}',
 ])  # fmt: skip
 def test_another_file_than_texts_and_questions_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str

@@ -19,6 +19,8 @@ import pytest
 from support_service import GRASS, Client, service
 from support_service import served as served
 
+from kvengine.offload.stores.store import Event
+
 Served = tuple[Client, Any, ModuleType]
 QUESTION = b'{"question": "What is the sky?", "max_new_tokens": 2}'
 
@@ -279,6 +281,19 @@ def test_a_document_of_a_model_that_read_more_is_told_of(served: Served) -> None
     again = module.Library(library.model, library.tokenizer, library.prefix, library.folder, max_tokens=100)
     with pytest.raises(module.HTTPException, match=f"413: the document has {made['tokens']} tokens, at most 100 fit"):
         again.ask(made["id"], "Who?", 8)
+
+
+def test_what_went_wrong_an_hour_ago_is_told_no_longer() -> None:
+    """A store that had failed once looked as if it did until the service ended."""
+    module, now = service(), time.time()
+    events = [
+        Event("failed", "", what, now - ago)
+        for what, ago in (("long gone", 3700.0), ("again", 3650.0), ("again", 10.0), ("new", 0.0))
+    ]
+    waiting = [events]
+    prefix = SimpleNamespace(store=SimpleNamespace(events=lambda: waiting.pop() if waiting else []))
+    library = SimpleNamespace(prefix=prefix, failed={})
+    assert [module.Library.problems(library) for _ in range(2)] == [["again", "new"]] * 2
 
 
 def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

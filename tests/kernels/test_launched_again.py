@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support_driver import needed, said
 
+from kvengine.errors import KernelError
+
 CASES = [
     "tail, 1 query", "tail and pages, joined", "units of 16", "kivi, 4 bits", "turboquant, 4 bits", "bounds", "shares",
     "top 128 of 8192", "best 1024 of 1025", "put a token", "put a token into a free slot", "verdict by ends",
@@ -147,3 +149,13 @@ def test_launches_of_another_triton_are_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     other = again.launched_again(put_kernel.kernel)
     assert type(other) is again.Noted and other.kernel is put_kernel.kernel
+
+
+def test_more_blocks_than_cuda_takes_are_refused_by_name() -> None:
+    """As 65536 rows of sequences and heads; the driver's refusal names neither."""
+    from kvengine.kernels.put_token.triton import put_kernel
+
+    put_kernel[(65536, 65535)]
+    for grid in ((1, 65536), (1, 1, 65536)):
+        with pytest.raises(KernelError, match=rf"put_kernel would be launched in {' x '.join(map(str, grid))} blocks"):
+            put_kernel[grid]

@@ -153,6 +153,19 @@ def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     assert "torn" in run("info", out, status=2)
 
 
+def test_what_is_imported_takes_the_place_of_what_is_damaged(folder: Path, tmp_path: Path) -> None:
+    """It was taken for the same value by its header, and stayed damaged."""
+    run("export", KEYS[2], tmp_path / "one.kv", "-s", folder)
+    path = folder / "objects" / "0" / f"{KEYS[2]}.kv"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    run("import", tmp_path / "one.kv", "-s", folder)
+    assert "3 of 3" in run("verify", "-s", folder) and path.read_bytes()[record.SIZE :] == whole[record.SIZE :]
+    before = path.stat().st_ino
+    run("import", tmp_path / "one.kv", "-s", folder)
+    assert path.stat().st_ino == before  # what is whole is not written again
+
+
 def test_gc_removes_what_is_expired(folder: Path) -> None:
     store = stores.Files(folder)
     store.put("f" * 64, [b"soon gone"], 0.01)

@@ -219,3 +219,43 @@ def test_a_bucket_that_says_so_of_what_is_not_there_takes_a_pin_back_twice(tmp_p
     for pinned in (False, True, False, False):
         store.pin(KEYS[0], pinned)
         assert [entry.pinned for entry in store.entries()] == [pinned]
+
+
+@pytest.mark.parametrize("kind", ["redis", "bucket"])
+def test_values_with_damaged_headers_are_listed_and_taken_out(
+    server: Pretended, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` called all values whole, and they took their room for ever."""
+    url, store = server.url, stores.backend(server.url if kind == "redis" else "memory://")
+    if isinstance(store, stores.Objects):
+        url, place, api = "s3://bucket", store.store, store.api
+        monkeypatch.setattr("kvengine.offload.stores.urls._bucket", lambda *_: place)
+    for key in KEYS:
+        store.put(key, [VALUE])
+    front = bytearray(record.header(KEYS[1], [VALUE], None))
+    front[20] ^= 1
+    newer = bytearray(record.header(KEYS[2], [VALUE], None)[: record.HEADER.size])
+    newer[8] = 99
+    for key, head in ((KEYS[1], bytes(front)), (KEYS[2], bytes(newer) + record.digest(bytes(newer)))):
+        if isinstance(store, stores.Objects):
+            api.put(place, store._name(key), head + VALUE)
+        else:
+            store.client.set(store._name(key), head)  # type: ignore[attr-defined]
+    assert {row["key"] for row in json.loads(run("ls", "--json", "-s", url, status=0))} == set(KEYS)
+    said = run("verify", "-s", url, status=1)
+    assert (
+        "1 of 3 values are whole" in said and f"{KEYS[1]} a record's header is damaged" in said and "version 99" in said
+    )
+    assert "1 of 2 values are whole" in run("verify", "-s", url, status=0)
+    assert [entry.key for entry in store.entries()] == [KEYS[0], KEYS[2]]
+    assert not any(KEYS[1] in str(name) for name in server.values)
+
+
+def test_a_value_whose_part_the_server_evicted_is_put_anew(server: Pretended, exported: Path) -> None:
+    """`import` said that it was there, and nobody could read it."""
+    store = stores.Resp(server.url)
+    for _ in range(2):
+        run("import", exported, "-s", server.url, status=0)
+        store.verify(KEYS[0])
+        assert store.client.delete(store._name(KEYS[0], 0))
+    store.close()

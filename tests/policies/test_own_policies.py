@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -288,6 +290,24 @@ def test_a_policy_in_a_folder_of_ones_own_goes_by_its_name(elsewhere: Path, mode
         assert (cache.stats().held == 20).all()
         save(cache, elsewhere / "session.kv", model)
         assert load(model, elsewhere / "session.kv").stack == cache.stack
+
+
+def test_a_file_that_cannot_be_loaded_is_told(elsewhere: Path) -> None:
+    """A command ended in a traceback through importlib, and for one letter of Latin 1 in a comment in one through pathlib."""
+    file = elsewhere / "retention" / "own_newest.py"
+    for said, why in (
+        ("def (:", "SyntaxError: invalid syntax (own_newest.py, line 1)"),
+        ("import nowhere", "ModuleNotFound"),
+    ):
+        file.write_text(said)
+        importlib.invalidate_caches()
+        with pytest.raises(
+            PolicyError, match=re.escape(f"own_newest.py among the retention methods cannot be loaded: {why}")
+        ):
+            policies.load("own_newest")
+    file.write_bytes(b"# -*- coding: latin-1 -*- \xf6\n" + SOURCE.encode())
+    importlib.invalidate_caches()
+    assert policies.load("own_newest")[0] == "retention"
 
 
 def test_own_policies_are_told_from_those_of_the_package(elsewhere: Path) -> None:

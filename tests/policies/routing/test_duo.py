@@ -34,6 +34,8 @@ def test_published_files_are_read(tmp_path: Path) -> None:
         "1.000000000000000000e+00\t-3.906250000000000000e-03\n5.000000000000000000e-01\t1.007812500000e+00\n"
     )
     assert read_pattern(str(tmp_path)) == ((1.0, 0.0), (0.5, 1.0))
+    file.write_text(file.read_text(), encoding="utf-8-sig")  # as editors on Windows write it
+    assert read_pattern(str(tmp_path)) == ((1.0, 0.0), (0.5, 1.0))
 
 
 @pytest.mark.parametrize(
