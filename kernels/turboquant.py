@@ -98,7 +98,7 @@ def encode(
     """Codes and scales. Raises KernelError if `bits` is not 1, 2, 3 or 4, or the codes do not fill whole bytes.
 
     `form`: scales by which decoded vectors have the right product with any query on average over rotations ("unbiased":
-    |x|^2 / <x, R level>), the least squared error ("least"), or the paper's, |x| / sqrt(dim).
+    |x|^2 / <x, R level>), the least squared error ("least"), or the paper's, |x| / sqrt(dim). NaN of what is not finite.
     """
     dim = x.shape[-1]
     if bits not in BITS or dim * (1 if bits == 3 else bits) % 8:
@@ -113,12 +113,12 @@ def encode(
     level = levels(bits, x.device)[: 2**bits]
     code = torch.bucketize(y / size.clamp_min(torch.finfo(torch.float32).tiny), (level[1:] + level[:-1]) / 2)
     if form == "paper":
-        scale = size
+        scale = size + square * 0
     else:
         near = level[code]
         along = (y * near).sum(-1, keepdim=True)  # positive, as a number and its level have one sign
         scale = along / near.square().sum(-1, keepdim=True) if form == "least" else square / along
-        scale = torch.where(size > 0, scale, 0)
+        scale = torch.where(size == 0, 0, scale)
     return _packed(code.to(torch.uint8), bits), kept(scale, scale_dtype)
 
 

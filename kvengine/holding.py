@@ -29,7 +29,7 @@ from kvengine.session import Call, Session, weakly
 from kvengine.stack import Stack
 from kvengine.strays import bring_in, stand_before, strays
 from kvengine.tail import GROWTH, Nested, Tail
-from kvengine.tokens import grouped, pack, part, take, taken
+from kvengine.tokens import grouped, narrowed, pack, part, take, taken
 
 
 class Holding(Padded):
@@ -136,7 +136,7 @@ class Holding(Padded):
                     torch.where(over(idle, x), x, y) for x, y in zip((k, v), folded, strict=True)
                 )  # fmt: skip
             own = self.tail.k.dtype  # codes are decoded in more than the model has
-            self.rebuild(k.to(own), v.to(own), position, seen.score, keep, idle)
+            self.rebuild(narrowed(k, own), narrowed(v, own), position, seen.score, keep, idle)
         else:
             self.judge(seen, keep)
             if keep is not None:

@@ -22,6 +22,7 @@ from kvengine.kernels.state import State
 from kvengine.policies import name_of
 from kvengine.policies.representation import Fields, Representation
 from kvengine.rope import Rope
+from kvengine.tokens import narrowed
 
 PART = 1 << 14
 """Tokens that are turned back together: what that makes on the way is several times their keys."""
@@ -71,7 +72,7 @@ class Joint:
     def keys(self, position: Int[Tensor, "row token"]) -> Float[Tensor, "row token dim"]:
         """The keys at these positions, rotated; anything where the position is -1."""
         at = self.home(position).clamp(min=0).long()
-        return self.rope.turn(self.representation.keys(self.fields, at), at).to(self.dtype)
+        return narrowed(self.rope.turn(self.representation.keys(self.fields, at), at), self.dtype)
 
     def reader(self) -> tuple[Callable[..., State], Fields] | None:
         """What attends on a GPU as `attend` does, and the tensors of ours that it reads; None where others would have to be made

@@ -35,7 +35,7 @@ from kvengine.kernels.state import Into, State
 from kvengine.pages import Pages
 from kvengine.policies.retention import Retention
 from kvengine.session import Call
-from kvengine.tokens import breaks
+from kvengine.tokens import breaks, narrowed
 
 Steps = list[tuple[int, "Lane"]]
 """Tokens taken together, and the lane as it was when their queries asked."""
@@ -108,7 +108,7 @@ class Lane(Choosing):
             k, v, position = self.laid_out(q.dtype)
         else:
             k, v, position, _ = self.everything()
-            k, v = self.turned(k, shift).to(q.dtype), v.to(q.dtype)  # codes are decoded in more than the model has
+            k, v = narrowed(self.turned(k, shift), q.dtype), narrowed(v, q.dtype)
         clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:

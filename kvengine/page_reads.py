@@ -16,6 +16,7 @@ from kvengine.kernels.unit_places import unit_places
 from kvengine.policies.representation import Representation
 from kvengine.policies.selection import Selection
 from kvengine.pool import Pool, User
+from kvengine.tokens import narrowed
 
 ALL = slice(None)
 LAID = 1 << 14
@@ -128,7 +129,7 @@ class Readable(User):
         for i, span in enumerate(spans):
             coming += [self.decoding(next_one) for next_one in spans[i + 1 : i + 2]]
             at = slice(span.start * self.page, span.stop * self.page)
-            k[:, at], v[:, at] = coming.pop(0)()
+            k[:, at], v[:, at] = (narrowed(x, k.dtype) for x in coming.pop(0)())
 
     def parts(self) -> list[slice]:
         """All columns, some at a time.

@@ -20,7 +20,7 @@ from kvengine.errors import CacheError
 from kvengine.kernels.column_peak import column_peak
 from kvengine.session import Call, Session
 from kvengine.text import Again
-from kvengine.tokens import in_order, pack, take
+from kvengine.tokens import in_order, narrowed, pack, take
 
 if TYPE_CHECKING:
     from kvengine.cache import LayerCache, Stock
@@ -114,8 +114,8 @@ def reread(
     fed = torch.where(valid, position.shape[1], -1).to(position.dtype)
     if notes and lane.repeated is not None:
         note(lane, lane.repeated, q, k, held_k, position, score, fed, valid, call, again)
-    keys = torch.cat([lane.turned(held_k, lane.shift()).to(q.dtype), k], 1)
-    values = torch.cat([held_v.to(q.dtype), v], 1)
+    keys = torch.cat([narrowed(lane.turned(held_k, lane.shift()), q.dtype), k], 1)
+    values = torch.cat([narrowed(held_v, q.dtype), v], 1)
     clean = again.full and lane.tail.clean and (lane.pages is None or lane.pages.clean)
     return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call.constants)
 
@@ -144,7 +144,7 @@ def note(
     begin = take(position, chunk[:, :1], -1)
     first = (position >= 0) & (position < lane.first[:, None] + again.sinks) & (position < begin)
     index = torch.cat([pack(first), chunk], 1)
-    keys = torch.cat([take(held, index).to(k.dtype), k], 1)
+    keys = torch.cat([narrowed(take(held, index), k.dtype), k], 1)
     slot = torch.arange(index.shape[1], keys.shape[1], device=q.device)
     places = torch.cat([index.to(fed.dtype), fed], 1)
     peak = column_peak(q, keys, places, slot, valid, scale=call.scale, softcap=call.softcap, sinks=call.sinks)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.tail import Tail
-from kvengine.tokens import pack, take
+from kvengine.tokens import narrowed, pack, take
 
 if TYPE_CHECKING:
     from kvengine.holding import Holding
@@ -134,7 +134,7 @@ def taken_out(tail: Tail, pages: Pages, which: Bool[Tensor, "row column"]) -> tu
     found = []
     for x, like, none in ((k, tail.k, 0), (v, tail.v, 0), (position, position, -1), (score, score, 0)):
         some = x.new_full((*shape, *x.shape[2:]), none, dtype=like.dtype)
-        some[row_of, place] = x[page, slot].to(like.dtype)
+        some[row_of, place] = narrowed(x[page, slot], like.dtype)
         found.append(some)
     for x, n, none in ((pages._position, pages.page, -1), (pages._alive, pages.page // pages.selection.unit, False)):
         x.unflatten(1, (-1, n))[row, column] = none

@@ -23,6 +23,18 @@ def pack(keep: Bool[Tensor, "row token"]) -> Int[Tensor, "row chosen"]:
     return order.masked_fill(torch.arange(most, device=keep.device) < most - count[:, None], -1)
 
 
+def narrowed(x: Float[Tensor, "*any"], dtype: torch.dtype) -> Float[Tensor, "*any"]:
+    """What is kept, in the model's dtype. Codes of a float16 near its end may decode to more than it has: then that is its last,
+    as infinity would take the whole attention of a row.
+
+    >>> narrowed(torch.tensor([7e4, -3.0]), torch.float16).tolist()
+    [65504.0, -3.0]
+    """
+    if dtype == torch.float16 and x.dtype != dtype:
+        x = x.clamp(-65504, 65504)
+    return x.to(dtype)
+
+
 @dataclass(frozen=True)
 class Parted:
     """Where each row's tokens go: its oldest into so many whole `pages`, those at `front`; the others, at `back`, stay.

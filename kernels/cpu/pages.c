@@ -20,7 +20,8 @@ static void read_token(const Groups *g, int64_t batch, int64_t token, float *out
   widen_run(g->x, batch * g->x_batch + token * g->x_token, g->dim, g->dtype, out);
 }
 
-/* Of `group` tokens, or of one token; a group without any is 0 and 0. */
+/* Of `group` tokens, or of one token; a group without any is 0 and 0. 0 times a number is added to the low end, so that what is
+   not finite makes it NaN, which stays. */
 static void range(const Groups *g, int64_t batch, int64_t part, float *low, float *high) {
   float x[WIDE];
   const int64_t each = g->along ? g->group : 1;
@@ -30,17 +31,20 @@ static void range(const Groups *g, int64_t batch, int64_t part, float *low, floa
     read_token(g, batch, token, x);
     if (g->along)
       for (int64_t d = 0; d < g->dim; d += LANES) {
-        store(low + d, any ? smaller(load(x + d), load(low + d)) : load(x + d));
-        store(high + d, any ? larger(load(x + d), load(high + d)) : load(x + d));
+        const vf y = load(x + d);
+        store(low + d, (any ? smaller(y, load(low + d)) : y) + y * 0);
+        store(high + d, any ? larger(y, load(high + d)) : y);
       }
     else
       for (int64_t d = 0; d < g->dim; d += g->group) {
-        vf a = load(x + d), b = a;
+        vf a = load(x + d), b = a, none = a * 0;
         for (int64_t e = LANES; e < g->group; e += LANES) {
-          a = smaller(load(x + d + e), a);
-          b = larger(load(x + d + e), b);
+          const vf y = load(x + d + e);
+          a = smaller(y, a);
+          b = larger(y, b);
+          none += y * 0;
         }
-        low[d / g->group] = -peak(-a);
+        low[d / g->group] = sum(none) - peak(-a);
         high[d / g->group] = peak(b);
       }
     any = 1;

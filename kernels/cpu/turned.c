@@ -476,7 +476,8 @@ void kv_turned_codes(const Coding *c) {
       chosen += level * level;
       for (int i = 0; i < LANES; i++) code[d + i] = (uint8_t)is[i];
     }
-    c->scale[n] = c->form == PAPER ? size : size > 0 ? (c->form == LEAST ? sum(along) / sum(chosen) : whole / sum(along)) : 0;
+    const float scale = c->form == LEAST ? sum(along) / sum(chosen) : whole / sum(along);
+    c->scale[n] = c->form == PAPER ? size + whole * 0 : size == 0 ? 0 : scale; /* NaN of what is not finite */
     uint8_t *out = c->code + n * bytes;
     if (bits == 3) {
       pack_codes(code, dim, 2, 0, out);

@@ -33,10 +33,10 @@ void whole_turned_keys(const Field *k, const float *q, int64_t rows, Turned *x) 
   const float largest = (float)((1 << 19) / dim - 1); /* so that LEVEL times it, `dim` times, is below 2^31 */
   open_levels(k, &x->k_levels);
   for (int64_t n = 0; n < rows; n++, q += dim) {
-    float most = 1e-30f;
-    for (int64_t i = 0; i < dim; i++) most = fmaxf(most, fabsf(q[i]));
+    float most = 1e-30f, none = 0; /* the latter NaN if a number is not finite, of which whole ones say nothing */
+    for (int64_t i = 0; i < dim; i++) most = fmaxf(most, fabsf(q[i])), none += q[i] * 0;
     const float unit = most / largest;
-    x->unit[2 * n] = x->unit[2 * n + 1] = unit * x->k_levels.unit;
+    x->unit[2 * n] = x->unit[2 * n + 1] = unit * x->k_levels.unit + none;
     for (int64_t i = 0; i < dim; i++) { /* [line, field, half, byte] */
       const int64_t lane = i % HALF, half = i / HALF % 2, field = i / 32 % fields, line = i / 32 / fields;
       const int64_t byte = line * 32 + lane / 8 * 16 + half * 8 + lane % 8;
@@ -164,10 +164,15 @@ void whole_turned_weigh(const Field *v, const float *w, int64_t rows, const uint
   const LevelBytes *const levels = &x->v_levels;
   uint32_t weight[4][TILE / 2] __attribute__((aligned(32)));
   for (int64_t n = 0; n < rows; n += 4, w += 4 * TILE, out += 4 * v->dim) {
-    vf largest[4] = {{0}};
+    vf largest[4] = {{0}}, none[4] = {{0}}; /* as of queries */
     for (int i = 0; i < 4; i++)
-      for (int t = 0; t < BATCH; t += LANES) largest[i] = larger(largest[i], magnitude(load(w + i * TILE + t)));
-    vf4 unit = units_of_four(largest) * 2; /* 14 bits, so that LEVEL times it, BATCH times, is below 2^31 */
+      for (int t = 0; t < BATCH; t += LANES) {
+        const vf y = load(w + i * TILE + t);
+        largest[i] = larger(largest[i], magnitude(y));
+        none[i] += y * 0;
+      }
+    /* 14 bits, so that LEVEL times it, BATCH times, is below 2^31 */
+    vf4 unit = units_of_four(largest) * 2 + sums_of_four(none);
     const vf4 many = 1 / unit;
     for (int i = 0; i < 4; i++)
       for (int t = 0; t < BATCH; t += HALF)

@@ -129,10 +129,11 @@ def join_kernel(
         acc = turned(acc, tl.load(turn + tl.arange(0, BLOCK_D)))
     place = tl.load(where + row) if PLACED else row
     at, d = place.to(tl.int64) * heads + n, first_d + tl.arange(0, BLOCK_D)
-    tl.store(out + at * DIM + d, tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0), mask=d < DIM)
+    none = total == 0  # not NaN, which is passed on
+    tl.store(out + at * DIM + d, tl.where(none, 0.0, acc / tl.where(none, 1.0, total)), mask=d < DIM)
     if first_d == 0:
         at = row.to(tl.int64) * heads + n
-        tl.store(lse + at, tl.where(total > 0, high + tl.log(tl.where(total > 0, total, 1.0)), -float("inf")))
+        tl.store(lse + at, tl.where(none, -float("inf"), high + tl.log(tl.where(none, 1.0, total))))
 
 
 @triton.jit

@@ -46,9 +46,9 @@ def merge_kernel(
     if COUNT > 3:
         part, weight = share(out3, lse3, n, d, shift, DIM)
         acc, total = acc + part, total + weight
-    safe = tl.where(total > 0, total, 1.0)
+    safe = tl.where(total == 0, 1.0, total)  # not NaN, which is passed on
     tl.store(out + n * DIM + d, acc / safe, mask=d < DIM)
-    tl.store(lse + n, tl.where(total > 0, shift + tl.log(safe), -float("inf")))
+    tl.store(lse + n, tl.where(total == 0, -float("inf"), shift + tl.log(safe)))
 
 
 @triton.jit

@@ -80,5 +80,5 @@ def units_by_share(
     share = ops.shares(q, mean, alive & ~forced, scale, softcap)
     if first:
         forced = forced.scatter(1, alive.to(torch.int8).argmax(1, keepdim=True), True)
-    want = share.amax(1) if reduce == "max" else share.exp().mean(1)
+    want = share.amax(1) if reduce == "max" else share.logsumexp(1)
     return ops.top(want.masked_fill(forced, torch.inf), min(most, alive.shape[1]), counts, alive)

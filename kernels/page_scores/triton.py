@@ -173,7 +173,7 @@ def share_top_kernel(
         forced = live & (u == tl.min(tl.where(live, u, BLOCK), 0)) & (wanted > 0)
     free = live & (forced == 0)
     among = free if FORCED == OUTLIERS else live
-    want = tl.full([BLOCK], 0.0 if MEAN else -float("inf"), tl.float32)
+    want = tl.full([BLOCK], -float("inf"), tl.float32)
     lines = logits + row * group * (logits_row // 4 * 4) + u  # of whole fours, as in `top_kernel`
     for h in range(group):
         x = tl.load(lines + h * (logits_row // 4 * 4), mask=u < (units + 3) // 4 * 4, other=-float("inf"))
@@ -182,11 +182,13 @@ def share_top_kernel(
         shift = tl.where(high == -float("inf"), 0.0, high)
         total = tl.sum(tl.exp2((x - shift) * LOG2E), 0)
         share = x - tl.where(total > 0, shift + tl.log(tl.where(total > 0, total, 1.0)), 0.0)
-        if MEAN:
-            want += tl.exp2(share * LOG2E)
+        if MEAN:  # the logarithm of their sum: none is too small to be told from another
+            top = tl.maximum(want, share)
+            shift = tl.where(top == -float("inf"), 0.0, top)
+            want = top + tl.log(1.0 + tl.exp2((tl.minimum(want, share) - shift) * LOG2E))
         else:
             want = tl.maximum(want, share)
-    want = tl.where(free & (want == want), want / group if MEAN else want, -float("inf"))
+    want = tl.where(free & (want == want), want, -float("inf"))
     chosen = first_best(ordered(want), wanted - tl.sum(forced.to(tl.int32), 0), BLOCK_COUNT)
     name(ids + row * count, u, chosen | forced, count, BLOCK_COUNT)
 

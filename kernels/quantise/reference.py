@@ -37,11 +37,12 @@ def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _range(groups: Tensor, axis: int, alive: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each group's living members; 0 and 0 for a group without any."""
+    """Minimum and maximum of each group's living members; 0 and 0 for a group without any, NaN if one is not finite."""
     if alive is None:
-        return groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
-    seen = alive.unflatten(-1, groups.shape[-3:-1]) if axis == -2 else alive[..., None]
-    seen = seen[..., None]
-    low = groups.masked_fill(~seen, torch.inf).amin(axis, keepdim=True)
-    high = groups.masked_fill(~seen, -torch.inf).amax(axis, keepdim=True)
-    return torch.where(low > high, 0, low), torch.where(low > high, 0, high)
+        low, high, seen = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True), groups
+    else:
+        there = (alive.unflatten(-1, groups.shape[-3:-1]) if axis == -2 else alive[..., None])[..., None]
+        low = groups.masked_fill(~there, torch.inf).amin(axis, keepdim=True)
+        high = groups.masked_fill(~there, -torch.inf).amax(axis, keepdim=True)
+        low, high, seen = torch.where(low > high, 0, low), torch.where(low > high, 0, high), groups.where(there, 0)
+    return low + (seen * 0).sum(axis, keepdim=True), high

@@ -61,10 +61,11 @@ def quantise_kernel(
     high = tl.max(tl.where(seen, value, -float("inf")), axis)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
+    odd = tl.sum(value * 0.0, axis)  # NaN if one is not finite, which neither minimum need tell
     scale, zero = tl.div_rn(high - low, tl.full(high.shape, 2**BITS - 1, tl.float32)), low  # as CPUs divide
     if scale_out.dtype.element_ty == tl.float16:  # what is beyond its numbers is its last
         scale, zero = tl.minimum(scale, 65504.0), tl.minimum(tl.maximum(zero, -65504.0), 65504.0)
-    scale, zero = scale.to(scale_out.dtype.element_ty), zero.to(scale_out.dtype.element_ty)
+    scale, zero = (scale + odd).to(scale_out.dtype.element_ty), (zero + odd).to(scale_out.dtype.element_ty)
     step = tl.where(scale.to(tl.float32) > 0, scale.to(tl.float32), 1.0)
     base = zero.to(tl.float32)
     if BY_CHANNEL:
@@ -111,14 +112,14 @@ def turned_kernel(
         near = tl.where(further, above, near)
         level = above
     near = tl.where((c < DIM)[None, :], near, 0.0)
-    scale = size
+    scale = size + square * 0.0
     if FORM != 2:
         along = tl.sum(x * near, 1)  # positive, as a number and its level have one sign; 0 for zeros
         if FORM == 1:
             scale = along / tl.sum(near * near, 1)
         else:
-            scale = square / tl.where(along > 0, along, 1.0)
-        scale = tl.where(size > 0, scale, 0.0)
+            scale = square / tl.where(along == 0, 1.0, along)
+        scale = tl.where(size == 0, 0.0, scale)
     tl.store(scale_out + t, scale, mask=there)
     if BITS == 3:
         b, u = tl.arange(0, CHANNELS // 4), tl.arange(0, CHANNELS // 8)

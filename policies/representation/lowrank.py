@@ -67,13 +67,16 @@ class LowRank(Representation):
         _, vectors = torch.linalg.eigh(flat.transpose(1, 2) @ flat)
         rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * flat.shape[2]))
         first = vectors[..., -rank:].flip(-1)  # or all, if there are fewer
-        basis = first.transpose(1, 2).unflatten(2, (k.shape[1], -1)).transpose(1, 2)
-        return {"u": (flat @ first).to(k.dtype), "basis": basis.to(k.dtype).contiguous()}
+        u = flat @ first
+        # A coordinate is of all heads, and float16 ends at 65504: of what is beyond half of that the basis takes a power of two.
+        beyond = (u.abs().amax(1, keepdim=True) / 2**15).clamp(min=1).log2().ceil().exp2()
+        basis = (first * beyond).transpose(1, 2).unflatten(2, (k.shape[1], -1)).transpose(1, 2)
+        return {"u": (u / beyond).to(k.dtype), "basis": basis.to(k.dtype).contiguous()}
 
     def keys(self, joined: Fields, token: Int[Tensor, "row chosen"]) -> Float[Tensor, "row chosen dim"]:
         u, basis = joined["u"], joined["basis"].flatten(0, 1)
         sequence = torch.arange(len(token), device=token.device) // (len(token) // len(u))
-        return u[sequence[:, None], token] @ basis
+        return u[sequence[:, None], token].float() @ basis.float()
 
     def encode(
         self,

@@ -45,12 +45,13 @@ def attention_to(
     reduce: Reduce,
     softcap: float | None,
 ) -> Float[Tensor, "row unit"]:
-    """Each query head's softmax over the chunks' mean keys, then one value per KV head.
+    """Each query head's softmax over the chunks' mean keys, then one value per KV head: the logarithm of their largest or their
+    sum, so that no chunk is too small to be told from another.
 
     A cap on logits (Gemma 2) changes no head's order, but how much it wants what beside the others of its group.
     """
     share = log_shares(q, mean, alive, scale, softcap=softcap if q.shape[1] > 1 else None)
-    return share.amax(1) if reduce == "max" else share.exp().mean(1)
+    return share.amax(1) if reduce == "max" else share.logsumexp(1)
 
 
 def read_by_share(

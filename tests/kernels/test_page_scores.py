@@ -232,6 +232,24 @@ def test_units_by_share_match_a_loop(
             assert got[r] == want + [-1] * (min(most, units) - len(want)), (units, r)
 
 
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+def test_units_are_told_apart_however_little_they_get(backend: str, reduce: str) -> None:
+    """One gets nearly all, and the others less than float32's least number."""
+    rng, alive = torch.Generator().manual_seed(0), torch.ones(2, 40, dtype=torch.bool)
+    mean, q = torch.randn(2, 40, 16, generator=rng), torch.randn(2, 3, 16, generator=rng)
+    mean[:, 7] = 8 * q.sum(1)
+    q *= 10
+    run = oracle.on(backend, units_by_share)
+    got = run(
+        q, mean, alive, 9, 0.3, counts=None, coherence=None, outliers=0.0, first=False, reduce=reduce, backend=backend
+    )
+    for r in range(2):
+        each = (q[r].double() @ mean[r].double().T * 0.3).softmax(1)
+        assert each[:, [u for u in range(40) if u != 7]].max() < 1e-45
+        assert got[r].tolist() == wanted(q[r], mean[r], None, list(range(40)), 9, 0.0, False, reduce, None)
+
+
 def test_refusals_say_why() -> None:
     low, high, alive = bounds(8, 4, torch.float32)
     q = torch.randn(3, 2, 8)

@@ -24,7 +24,8 @@ SMALL = [
     "or later and not causal or sparse-odd)) or turned_codes or (own_spans and later) or far_apart "
     "or (matches_lists and odd-3) or (views and lowrank) "
     "or (turned and pages and not turned-4) or some_at_a_time or (waiting and (2-torch.bfloat16 or several)) "
-    "or told or halves or narrow_and_wide and triton-8",
+    "or told or halves or narrow_and_wide and triton-8 "
+    "or no_numbers and (of_codes or joined or tokens-nan or inf-unbiased)",
 ]
 """Which tests of this folder: what the interpreter does in a minute, a model's and single kernels'."""
 CODED = ["test_words.py", "test_lowrank_attention.py", "test_column_mass.py", "test_quantise.py"]
