@@ -267,7 +267,7 @@ def visible(
 def fields(representation: Representation, k: Tensor, v: Tensor, score: Tensor) -> Fields:
     """`Representation.encode`. Raises PolicyError, also if `decode` does not lead back from it."""
     found = named(representation, "encode", representation.encode(k, v, score), len(k), "page")
-    if not ours(type(representation).__module__) and len(k) and found:
+    if found and not ours(type(representation).__module__):
         back = decoded(representation, {name: x[:1] for name, x in found.items()})
         for was, x in list(zip((k[:1], v[:1]), back, strict=True))[representation.joint :]:
             if x.shape != was.shape or not x.is_floating_point():

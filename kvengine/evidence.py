@@ -138,7 +138,7 @@ class Evidence(Recall):
                 position=position if one else None, want_probs=True, wait=True,
             )  # fmt: skip
             whole = merge_states([part], sinks=call.sinks)
-            if one and self.tail.scored:
+            if one:
                 self.tail.own_small()
                 ongoing(part, whole, self.tail.score[:, self.tail.span], position, at, self.judged)
                 return

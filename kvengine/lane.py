@@ -183,7 +183,7 @@ class Lane(Choosing):
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
         """`step` as one call, of a token of a lane without pages; None, and nothing done, where no kernel can."""
-        full = not self.plain and self.limit is not None and len(self.tail) > self.limit
+        full = self.filling
         if self.pays and not k.is_cpu and (not full or self.tail.slots() is None):  # nor is a rule made then
             return None
         rule = self.rule() if self.rolls or self.pays else None
@@ -255,7 +255,7 @@ class Lane(Choosing):
             if one is not None:
                 return one.transpose(1, 2)
         self.add(k, v, valid)
-        out, mass = self.attend(q, call, self.retention.decodes and self.retention.counts)
+        out, mass = self.attend(q, call, self.retention.counts)
         if steps is not None:
             steps.append((q.shape[2], self if self.plain and valid is None else self.still()))
         if self.retention.decodes and not self.waits:

@@ -54,7 +54,7 @@ class Pool:
         if self.per > 1:
             fields = {name: x.unflatten(1, (self.per, -1)).flatten(0, 1) for name, x in fields.items()}
         taken = self.fresh(count, fields)
-        first, behind = (taken[0], taken[0] + count) if taken else (0, 0)
+        first, behind = taken[0], taken[0] + count
         in_order = taken == list(range(first, behind))
         at = torch.arange(first, behind, device=some.device) if in_order else torch.tensor(taken, device=some.device)
         for shelf in self.shelves:

@@ -67,9 +67,6 @@ def running(
 
     `valid`: which of the queries are tokens' (None: all).
     """
-    if len(at) == 1 and valid is None:  # a decoded token, which sees all others
-        seen = (at + 1) - position.clamp(min=judged - 1)
-        return torch.addcdiv(mean, mass - mean, seen)
     seen = (at[-1] - position.clamp(min=judged - 1) + 1).clamp(min=1)
     asked = at - position[..., None] >= 0
     new = (asked if valid is None else asked & valid[:, None]).sum(-1)

@@ -189,8 +189,6 @@ class Tail:
         None, with nothing done, where they cannot.
         """
         writes = rule is not None or judged is not None
-        if self.shared and (fill or writes) and not self.takes(q, k, v):
-            return None
         if fill or isinstance(rule, Merged):
             self.own()
         elif writes:

@@ -100,7 +100,7 @@ class Verdicts(Evidence):
             if self.seen >= self.due:
                 self.judge_full(call)
             return
-        rule = self.lasting_rule() if valid is None and q.shape[2] == 1 else None
+        rule = self.lasting_rule() if valid is None else None
         if rule is not None:
             self.drop(rule, mass)
             return

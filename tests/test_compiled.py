@@ -267,7 +267,8 @@ def test_what_is_let_go_goes_on_as_if_never_held(text: str) -> None:
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
     assert positions(held) == positions(eager) and held.seen == eager.seen
     for x, y in zip(held.parts, eager.parts, strict=True):
-        assert (x.lane.tail.placed, x.lane.tail.next) == (y.lane.tail.placed, y.lane.tail.next)
+        mine, other = ((z.lane.tail.placed, z.lane.tail.next, z.lane.tail.clean) for z in (x, y))
+        assert mine == other
 
 
 def positions(cache: LayerCache) -> list[list[int]]:
@@ -356,6 +357,17 @@ def test_generate_keeps_its_arguments(model: Any) -> None:
 def test_stacks_that_cannot_be_recorded_are_refused(text: str, model: Any) -> None:
     with kvengine.patched(model, text), pytest.raises(UnsupportedPolicy, match="cannot be recorded: '"):
         kvengine.compile_decode(model)
+
+
+@pytest.mark.parametrize(
+    "text", ["h2o(budget=24)", "duo(sinks=2, recent=10)", "rkv(budget=24, buffer=7, window=4)", "full"]
+)
+def test_what_judges_each_token_is_not_held_still_where_later_layers_read_it(text: str) -> None:
+    """Be it the stack's own retention, or that of some heads."""
+    held = LayerCache(Stack.parse(text), 0, 1, readers=1)
+    held.forward(*(x[:, :, :30] for x in tokens()), Call(0.25))
+    with pytest.raises(UnsupportedPolicy, match="later layers") if text[0] in "hd" else nullcontext():
+        FixedLayer(held, 4, torch.tensor([30]))
 
 
 def test_wrong_uses_are_refused(model: Any) -> None:

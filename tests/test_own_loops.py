@@ -198,3 +198,23 @@ def test_passes_that_broke_off_are_not_counted(caplog: pytest.LogCaptureFixture)
                 scored(model, ids)
         hook.remove()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=24, window=6)", "zipcache(block=16)"])
+@torch.no_grad()
+def test_padding_among_a_first_chunks_tokens_does_not_count_in_the_next_chunk(text: str) -> None:
+    """What the row had so far lies in another order than it came in: the model's own attention would look by its mask."""
+    model, ids, real = patched(text), one(60)["input_ids"], torch.ones(2, 66, dtype=torch.long)
+    real[0, 20:26] = 0
+    batch = one(66, seed=2)["input_ids"].repeat(2, 1)
+    batch[0, real[0] > 0] = ids[0]
+    at, found = (real.cumsum(1) - 1).clamp(min=0), []
+    for given, mask, place in ((batch, real, at), (ids, real[:1, :60] * 0 + 1, torch.arange(60)[None])):
+        cache, n = kvengine.EngineCache(model), given.shape[1]
+        cache.announce(n - 5)
+        spans = [(0, 30), (30, n - 5), *((i, i + 1) for i in range(n - 5, n))]
+        out = [
+            model(given[:, a:b], attention_mask=mask[:, :b], position_ids=place[:, a:b], cache=cache) for a, b in spans
+        ]
+        found.append(torch.cat([x.logits for x in out], 1)[:1, mask[0] > 0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -86,7 +86,8 @@ def test_what_the_last_read_had_is_not_fetched_and_counts_as_there() -> None:
         store.data.fill_(-2)
     found = one.read(torch.tensor([1, 3, 0, 8, 6, 9]))["a"][:, 0]  # of a row's three, the first two were kept
     assert found.tolist() == [-1, -2, -1, -2, -1, -2] and one.served == {"device": 3, "host": 9}
-    assert one.nbytes()["device"]["a"] == 4 * 3 * 4
+    here, kept = one.nbytes()["device"], one.kept
+    assert kept is not None and here["a"] == 4 * 3 * 4 and here["kept"] == kept.ids.nbytes + kept.counts.nbytes
     one.write(slice(1, 2), rows([7]))
     assert one.read(torch.tensor([1, 3, 8, 8]))["a"][:, 0].tolist() == [7, -2, -2, -2]
 

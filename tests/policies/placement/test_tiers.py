@@ -61,6 +61,16 @@ def test_where_pages_live_changes_nothing_else(policy: str) -> None:
             assert torch.equal(out, host)
 
 
+@pytest.mark.parametrize("placement", ["disk(host=0, fields=('v',))", "remote(url='memory://', host=0, fields=('v',))"])
+def test_fields_that_are_not_moved_stay_on_the_device(placement: str) -> None:
+    tokens, policy = draw(104), "quest(budget=40, page=8)"
+    host = run(f"{policy} + host(fields=('v',))", tokens, 80).out
+    found = run(f"{policy} + {placement}", tokens, 80)
+    assert torch.equal(found.out, host)
+    here = measure([found.cache]).bytes["device"]
+    assert here["page.k"] and not here.get("page.v")
+
+
 def two_layers(policy: str) -> tuple[list[LayerCache], Session]:
     session = Session(rope=rope(16), prompt_end=160, ours=(0, 1))
     return [LayerCache(Stack.parse(policy), i, 2, session) for i in range(2)], session

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support import Bare
 from support_layer import draw, padded, plain, run
 
 from kvengine.policies.prefill.ashape import AShape
@@ -30,6 +31,18 @@ def test_the_last_queries_read_everything(last: int, chunks: tuple[int, ...]) ->
     torch.testing.assert_close(out[:, some:], full[:, some:])
     longer, valid = padded(tokens, 13)
     torch.testing.assert_close(run(text, longer, 73, valid=valid).out[:, 13:], out)
+
+
+def test_a_later_prompts_chunk_of_one_token_is_read_through_the_band() -> None:
+    """Where slots no longer tell which tokens those are."""
+    found = []
+    for chunks in ((30,), (1, 28, 1)):
+        bare = Bare("ashape(sinks=3, local=7) + snapkv(budget=20, window=4)", tokens=72)
+        bare.feed(40)
+        bare.feed(1)
+        bare.cache.session.prompt_end = 71
+        found.append(torch.cat([*(bare.feed(n) for n in chunks), bare.feed(1)], 1))
+    torch.testing.assert_close(*found)
 
 
 def test_pairs_of_positions_are_those_of_the_rule() -> None:

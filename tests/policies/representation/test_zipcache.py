@@ -224,6 +224,19 @@ def test_a_padded_row_alone_is_as_in_a_batch() -> None:
     torch.testing.assert_close(both.out[:1, 17:], alone.out, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("more", ["", "h2o(budget=40) + "])
+def test_a_row_that_pauses_keeps_its_scores(more: str) -> None:
+    """What comes for it meanwhile is padding, which takes the first of its open slots, and asks for nothing."""
+    policy, (tokens, valid) = f"{more}zipcache(block=16)", padded(draw(100, seed=1), 17)
+    alone = run(policy, Tokens(*tokens.part(17, 117)), 70)
+    real = torch.cat([valid[0, :89], torch.zeros(3, dtype=torch.bool), valid[0, 89:]])
+    late = Tokens(*(x.new_full((*x.shape[:2], 120, x.shape[3]), 7.0) for x in (tokens.q, tokens.k, tokens.v)))
+    for x, y in zip((late.q, late.k, late.v), tokens.part(17, 117), strict=True):
+        x[:, :, real] = y
+    both = run(policy, stacked(late, draw(120, seed=2)), 87, valid=torch.stack([real, real | True]))
+    torch.testing.assert_close(both.out[:1, real], alone.out, atol=1e-5, rtol=1e-4)
+
+
 def test_many_bits_are_nearly_exact() -> None:
     tokens = draw(100, dim_v=24)
     found = run("zipcache(high=8, low=8, block=16)", tokens, 60)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support_layer import Tokens, draw, run, stacked
 from support_retention import Case, attended, best, output, positions, probabilities, same_source
 
 SHAPES = pytest.mark.parametrize(
@@ -132,3 +133,15 @@ def test_what_a_prefill_method_leaves_out_counts_unless_it_is_a_band() -> None:
         for prefill in ("exact", "flexprefill(gamma=0.3, tau=0, min_budget=8, block=8)", "ashape(sinks=2, local=9)")
     )
     assert flex == alone != band
+
+
+@pytest.mark.parametrize("text", ["h2o(budget=24)", "tova(budget=24)"])
+def test_a_chunk_that_is_all_padding_to_a_row_pays_nothing(text: str) -> None:
+    """Nor is what earlier chunks have paid counted once more."""
+    short, other, real = draw(70, seed=1), draw(90, seed=2), torch.ones(2, 90, dtype=torch.bool)
+    real[0, 30:50] = False
+    longer = Tokens(
+        *(torch.cat([x[:, :, :30], x[:, :, :20] * 3, x[:, :, 30:]], 2) for x in (short.q, short.k, short.v))
+    )
+    alone, both = run(text, short, 60), run(text, stacked(longer, other), 80, valid=real, chunks=(30, 50))
+    torch.testing.assert_close(both.out[:1, real[0]], alone.out, atol=1e-5, rtol=1e-4)
