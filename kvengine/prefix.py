@@ -181,8 +181,7 @@ class Prefix:
         """Whether a prefix may be entered without its queries."""
         stack = cache.stack
         learns = stack.retention.wants_mass or stack.retention.watches
-        needs = learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly
-        return not needs
+        return not (learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly)
 
     def read(self, keys: Sequence[str]) -> list[list[Layer]]:
         """The layers of the leading chunks that are there, whole and in time."""
@@ -281,9 +280,8 @@ class Prefix:
         if not self.whole:
             return 0
         self.identify()
-        tokens = ids[0].tolist()
+        tokens, engines = ids[0].tolist(), cache.engines
         start = self.start_for(len(tokens))
-        engines = cache.engines
         check_whole(ids, cache, len(tokens))
         if cache.session.without_ids:
             raise CacheError(
@@ -384,9 +382,9 @@ class Prefix:
 
 def check_whole(ids: Int[Tensor, "seq token"], cache: EngineCache, tokens: int | None = None) -> None:
     """Raises CacheError unless a cache will hold the prompt of one sequence whole; or, if given, its first `tokens` by now."""
-    held = all(layer.parts and all(part.lane.whole for part in layer.parts) for layer in cache.engines)
-    exact = len(ids) == 1 and cache.engines and cache.stack.reads_prompts_exactly
-    if not exact or (tokens is not None and not (held and cache.seen >= tokens)):
+    lanes = [part.lane for layer in cache.engines for part in layer.parts]
+    held = tokens is None or (cache.seen >= max(1, tokens) and all(lane.whole for lane in lanes))
+    if not (held and len(ids) == 1 and cache.engines and cache.stack.reads_prompts_exactly):
         raise CacheError(
             f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
             "yet seen some of it. Store it from a cache of the stack 'full'"
