@@ -59,11 +59,13 @@ class CacheSession:
     cache: Any
     judge_every: int | None = None
 
-    @property
-    def passed(self) -> dict[str, Any]:
+    def passed(self, ids: Tensor) -> dict[str, Any]:
+        """What a pass over these tokens is given beside them: the cache, and where they stand."""
         from kvengine.hf.names import passed
+        from kvengine.hf.places import placed
 
-        return passed(self.model, self.cache)
+        seen = self.cache.seen if hasattr(self.cache, "seen") else self.cache.get_seq_length()
+        return passed(self.model, self.cache) | placed(self.model, seen, ids.shape[1], len(ids))
 
     @torch.inference_mode()
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:
@@ -77,7 +79,7 @@ class CacheSession:
 
     def _read(self, ids: list[int], every: bool) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
-        out = self.model(input_ids=tokens, **self.passed, use_cache=True, logits_to_keep=0 if every else 1)
+        out = self.model(input_ids=tokens, **self.passed(tokens), use_cache=True, logits_to_keep=0 if every else 1)
         logits: Tensor = out.logits[0].float()
         return logits if every else logits[-1:]  # some models give all the same
 
@@ -85,7 +87,7 @@ class CacheSession:
     def rows(self, tokens: Tensor) -> Tensor:
         """Logits [sequence vocabulary] after the last of these tokens [sequence token]: several conversations at once."""
         ids = tokens.to(self.model.device)
-        out = self.model(input_ids=ids, **self.passed, use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=ids, **self.passed(ids), use_cache=True, logits_to_keep=1)
         logits: Tensor = out.logits[:, -1].float()
         return logits
 

@@ -65,7 +65,6 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
     which the engine serves."""
     import kvengine
     from kvengine.hf.layer import EngineLayer
-    from kvengine.hf.names import passed
     from kvengine.hf.states import states_of
     from kvengine.prefix_beside import held_beside, strange
 
@@ -81,7 +80,7 @@ def read(model: Any, contexts: list[list[int]]) -> Reading:
             layer.listener = lambda *found, i=i: kept.__setitem__(i, found)
         cache.announce(len(contexts[0]))
         tokens = torch.tensor(contexts, device=model.device)
-        out = model(input_ids=tokens, **passed(model, cache), use_cache=True, logits_to_keep=1)
+        out = model(input_ids=tokens, **CacheSession(model, cache).passed(tokens), use_cache=True, logits_to_keep=1)
     beside = {i: SimpleNamespace(**states_of(layer)) for i, layer in enumerate(cache.layers) if held_beside(layer)}
     return Reading(contexts, kept, out.logits[:, -1].float(), beside=beside)
 

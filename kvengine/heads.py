@@ -91,18 +91,24 @@ def check_settled(cache: Any) -> None:
         part.lane.check_settled()
 
 
+def several(held: int, came: int) -> str:
+    """What to do where each of the sequences `held` seems to come several times."""
+    times, rest = divmod(came, max(1, held))
+    if times < 2 or rest:
+        return ""
+    return (
+        f". To go on with each of them {times} times (num_beams, num_return_sequences), call "
+        f"cache.batch_repeat_interleave({times}) first"
+    )
+
+
 def check_batch(cache: Any, k: Float[Tensor, "seq head token dim"]) -> None:
     """Refuse, for a layer's cache, tokens of other sequences or heads than it holds, of another dtype or on another device."""
     if (k.shape[0], k.shape[1]) != (cache.sequences, cache.heads):
-        times, rest = divmod(k.shape[0], max(1, cache.sequences))
-        several = (
-            f". To go on with each of them {times} times (num_beams, num_return_sequences), call "
-            f"cache.batch_repeat_interleave({times}) first"
-        )
         raise CacheError(
             f"this cache holds {cache.sequences} sequences of {cache.heads} KV heads, but the layer brought "
             f"{k.shape[0]} of {k.shape[1]}; use one cache for one batch of one model"
-            f"{several if times > 1 and not rest and k.shape[1] == cache.heads else ''}"
+            f"{several(cache.sequences, k.shape[0]) if k.shape[1] == cache.heads else ''}"
         )
     if (k.dtype, k.device) != ((held := cache.parts[0].lane.tail.k).dtype, held.device):
         raise CacheError(

@@ -41,6 +41,7 @@ from kvengine.hf.devices import layer_devices
 from kvengine.hf.generate import STATE
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
+from kvengine.hf.places import placed
 from kvengine.hf.replay import given
 from kvengine.hf.rope import DYNAMIC, LONG, turning_point
 from kvengine.hf.states import beyond_tokens
@@ -181,8 +182,7 @@ class Prefix:
         """Whether a prefix may be entered without its queries."""
         stack = cache.stack
         learns = stack.retention.wants_mass or stack.retention.watches
-        needs = learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly
-        return not needs
+        return not (learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly)
 
     def read(self, keys: Sequence[str]) -> list[list[Layer]]:
         """The layers of the leading chunks that are there, whole and in time."""
@@ -282,16 +282,9 @@ class Prefix:
         if not self.whole:
             return 0
         self.identify()
-        tokens = ids[0].tolist()
+        tokens, engines = ids[0].tolist(), cache.engines
         start = self.start_for(len(tokens))
-        engines = cache.engines
-        whole = all(layer.parts and all(part.lane.whole for part in layer.parts) for layer in engines)
-        held = engines and whole and cache.stack.reads_prompts_exactly
-        if len(ids) != 1 or not held or cache.seen < len(tokens):
-            raise CacheError(
-                f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
-                "yet seen some of it. Store it from a cache of the stack 'full'"
-            )
+        check_whole(ids, cache, len(tokens))
         if cache.session.without_ids:
             raise CacheError(
                 "some of this cache's tokens have no ids (a tuned prefix, inputs_embeds, images or sounds), so that another "
@@ -364,9 +357,14 @@ class Prefix:
                 "read and stored. Patch the model without judge_every, or compute with EngineCache(model, 'full')"
             )
         if cache.seen < end:
+            if self.whole:
+                check_whole(
+                    ids, cache
+                )  # before it is read in pieces, which makes a difference to what skips some of it
             if (cache.session.prompt_end or 0) <= end:
                 cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
-            self.model(ids[:, cache.seen : end], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+            at = placed(self.model, cache.seen, end - cache.seen)
+            self.model(ids[:, cache.seen : end], **at, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         return self.keep(ids[:, :end], cache) if end else 0
 
     def keys(self, ids: Int[Tensor, "seq token"], beside: bool = False) -> list[str]:
@@ -387,6 +385,17 @@ class Prefix:
         # Twice their size: encoded they may be a little more, and others may wait too.
         most = have + self.store.pending // (2 * size)
         return [*range(have, end)[: most - have][::-1], *range(most, end)]
+
+
+def check_whole(ids: Int[Tensor, "seq token"], cache: EngineCache, tokens: int | None = None) -> None:
+    """Raises CacheError unless a cache will hold the prompt of one sequence whole; or, if given, its first `tokens` by now."""
+    lanes = [part.lane for layer in cache.engines for part in layer.parts]
+    held = tokens is None or (cache.seen >= max(1, tokens) and all(lane.whole for lane in lanes))
+    if not (held and len(ids) == 1 and cache.engines and cache.stack.reads_prompts_exactly):
+        raise CacheError(
+            f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
+            "yet seen some of it. Store it from a cache of the stack 'full'"
+        )
 
 
 def check(ids: object) -> None:

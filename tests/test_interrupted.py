@@ -271,3 +271,21 @@ def test_an_assisted_turn_is_interrupted_anywhere(name: str, file: str) -> None:
         else:
             if seen:  # else it was not begun
                 torch.testing.assert_close(got, want[seen], msg=f"line {at} of {file}")
+
+
+def test_a_turn_of_which_nothing_was_read_leaves_no_announcement() -> None:
+    """The next token of one's own loop was taken for the beginning of the prompt that never came."""
+    ids, more = one()["input_ids"], one(9, seed=2)["input_ids"]
+    with torch.no_grad(), kvengine.patched(llama(), SMALL["h2o"]) as model:
+        caches = kvengine.EngineCache(model), kvengine.EngineCache(model)
+        for cache in caches:
+            model(ids, cache=cache)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            stack.callback(model.model.register_forward_pre_hook(control_c).remove)
+            model.generate(torch.cat([ids, more], 1), cache=caches[0], max_new_tokens=4)
+        found, want = ([model(x, cache=cache).logits for x in more.split(1, 1)] for cache in caches)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def control_c(*_: Any) -> None:
+    raise KeyboardInterrupt

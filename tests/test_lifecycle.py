@@ -339,6 +339,18 @@ def test_latents_of_another_batch_are_refused_before_any_are_taken(tokens: int) 
     torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "falcon_h1"])
+def test_another_batch_is_refused_before_a_window_or_a_state_has_taken_it(family: str, tokens: int) -> None:
+    """It ended in torch's error about sizes, and what the cache held could not be gone on with."""
+    model, ids = kvengine.patch(build(family)), prompts()["input_ids"]
+    cache, want = started(model, ids), started(model, ids)
+    for rows, says in ((ids[:1], "holds 3 sequences, but 1 came"), (torch.cat([ids, ids]), "repeat_interleave.2.")):
+        with pytest.raises(CacheError, match=says):
+            step(model, cache, rows[:, :tokens])
+    torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)
+
+
 def test_a_layer_that_broke_off_within_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = patched("h2o(budget=24, average=True)", num_hidden_layers=1), one()["input_ids"]
     cache = started(model, ids)

@@ -203,6 +203,19 @@ def test_a_text_that_outgrows_the_shorter_of_two_rotations_is_refused() -> None:
         model.generate(one(50)["input_ids"] % 120, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("family", every(2, ["qwen3_next", "falcon_h1"]))
+def test_a_part_of_one_token_is_padding_to_some_rows(family: str) -> None:
+    """Their states took it for a token: 33 tokens in parts of 16 begin with a part of one."""
+    model, batch = build(family), prompts(2, 33)
+    batch["input_ids"] += 5 * (1 - batch["attention_mask"])  # the padding token's own vector is zero in a new model
+    options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    alone = {name: x[1:, batch["attention_mask"][1].bool()] for name, x in batch.items()}
+    for size, chunk in ((16, {}), (None, {"prefill_chunk_size": 1})):
+        with kvengine.patched(model, "kivi(residual=500)", judge_every=size):
+            found, want = model.generate(**batch, **options, **chunk), model.generate(**alone, **options)
+        torch.testing.assert_close(found.logits[0][1], want.logits[0][0], rtol=1e-3, atol=1e-3)
+
+
 def test_ends() -> None:
     for seen, total, size in [(0, 1, 4), (0, 4, 4), (0, 5, 4), (3, 12, 2), (7, 8, 3)]:
         found = ends(seen, total, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from families.configs import build
 from support import llama
 from torch import nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
 
 import kvengine
 from kvengine import saved
@@ -118,6 +119,31 @@ def test_of_a_prompt_that_is_read_in_parts_the_first_alone_is_reused(model: Any,
             reuse.compute(ids, kvengine.EngineCache(model))
         assert reuse.fetch(ids, "full").seen == 96 and reuse.compute(prompt(40, 1), kvengine.EngineCache(model)) == 2
     reuse.store.close()
+
+
+def roberta() -> Any:
+    torch.manual_seed(0)
+    return RobertaForCausalLM(RobertaConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=128, initializer_range=0.15, is_decoder=True, pad_token_id=0, eos_token_id=None,
+    )).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [roberta, lambda: build("bamba")], ids=["roberta", "bamba"])
+def test_chunks_are_rotated_as_generate_says(made: Any, tmp_path: Path) -> None:
+    """RoBERTa counts otherwise by itself, and Bamba from 0 in each pass: keys of other places were stored, for all to find."""
+    ids, options = prompt(60), {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    with kvengine.patched(made()) as model:
+        run = partial(model.generate, ids, **options, return_dict_in_generate=True)
+        cold = torch.cat(run().logits)
+        reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+        for document, found in ((16, 0), (48, 16), (48, 48)):
+            cache = reuse.fetch(ids)
+            assert cache.seen == found
+            reuse.compute(ids[:, :document], cache)
+            reuse.store.drain()
+            torch.testing.assert_close(torch.cat(run(cache=cache).logits), cold, rtol=1e-3, atol=1e-3)
+        reuse.store.close()
 
 
 def test_keys_that_autocast_has_made_are_not_stored(tmp_path: Path) -> None:
@@ -436,6 +462,11 @@ def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp
     text(model, ids, skipped)
     with pytest.raises(CacheError, match="skipped"):
         reuse.keep(ids, skipped)
+    for rows, stack in ((ids, "xattention(block=8)"), (ids.expand(2, -1), "full")):
+        cache = kvengine.EngineCache(model, stack)
+        with pytest.raises(CacheError, match="holds whole"):
+            reuse.compute(rows, cache)
+        assert not cache.seen  # a part that was read for nothing would have its own pairs chosen
     for hidden in (slice(0, 5), slice(40, 45)):
         mask, padded = torch.ones_like(ids), kvengine.EngineCache(model, "full")
         mask[:, hidden] = 0

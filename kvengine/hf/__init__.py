@@ -11,5 +11,6 @@
     recording    recordable.py refuses what cannot be, compiled.py replays one recorded step, held_index.py holds a model's own
                  index still for it, fused.py compiles what lies between two layers' attention
 
-What versions and models do differently has files of its own: names.py, brought.py, previous.py, rope_deltas.py, drafts.py.
+What versions and models do differently has files of its own: names.py, places.py, brought.py, previous.py, rope_deltas.py,
+drafts.py.
 """

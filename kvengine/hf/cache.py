@@ -22,6 +22,7 @@ from kvengine.hf.cross import engine_layers, show_empty, stock_layers
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf.names import passed
+from kvengine.hf.places import placed
 from kvengine.hf.rewind import all_back, changing_rows, check_even, chosen_rows, emptied, repeat, settle
 from kvengine.hf.rope import needs_rope, rope_for
 from kvengine.readers import sources
@@ -380,7 +381,8 @@ class EngineCache(Cache):
         self.crop(-ids.shape[1])
         session.dense, session.following, session.recording = True, True, False
         try:
-            return model(input_ids=ids, **passed(model, self), use_cache=True, **inputs)
+            at = placed(model, self.seen, ids.shape[1], len(ids))
+            return model(input_ids=ids, **passed(model, self), use_cache=True, **{**at, **inputs})
         finally:
             session.dense, (session.following, session.recording) = False, before
 

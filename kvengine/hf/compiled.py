@@ -36,7 +36,8 @@ from kvengine.hf.generate import STATE, Decoder, check_mode
 from kvengine.hf.held_index import HeldIndex, held_index
 from kvengine.hf.held_window import HeldWindow, can_hold
 from kvengine.hf.names import CACHE
-from kvengine.hf.recordable import check_model, check_places, takes_places
+from kvengine.hf.places import takes_places
+from kvengine.hf.recordable import check_model, check_places
 from kvengine.hf.states import held_states
 from kvengine.kernels import dispatch
 from kvengine.kernels.streams import side_stream

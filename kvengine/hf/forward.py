@@ -20,6 +20,7 @@ from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.drafts import SHARED, check_shared, share
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf.names import NAMES, OTHER, name_of_cache, own_name, renamed
+from kvengine.hf.rewind import check_rows
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
@@ -42,6 +43,8 @@ BESIDE = ("encoder_hidden_states", "encoder_outputs")
 """What layers attend to beside the text, and keep too: who gives these wants a cache of two."""
 ASKED = ("use_cache", *BESIDE)
 """What decides beside a cache."""
+MADE = ("input_ids", "inputs_embeds")
+"""What a pass is made of."""
 TWO = (
     "{} is given {} beside its text, whose keys and values it caches too, and an engine cache has no place for them. Leave "
     "the cache to the model in a loop of your own, or call kvengine.unpatch(model)"
@@ -82,7 +85,7 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
     parts, hooks = caching(model, text), []
     for part, names in parts:
         name = name_of_cache(names)
-        at = {x: names.index(x) for x in (name, *ASKED) if x in names}
+        at = {x: names.index(x) for x in (name, *ASKED, *MADE) if x in names}
         hooks.append(part.register_forward_pre_hook(partial(before, chosen=chosen, at=at, name=name), with_kwargs=True))
         if hasattr(text, "num_kv_shared_layers"):
             hooks.append(part.register_forward_hook(share, with_kwargs=True))
@@ -134,7 +137,19 @@ def before(
     new = renamed(kwargs, name)
     found = provide(module, args, new, chosen, at, name) or ((args, new) if OTHER[name] in kwargs else None)
     check_asked(module, *(found or (args, kwargs)), at, name)
+    check_batch(*(found or (args, kwargs)), at, name)
     return found
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str) -> None:
+    """Refuse a batch of other rows where a window or a state comes first: the engine's layers would be asked too late."""
+    cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
+    if type(cache) is not EngineCache or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
+        return
+    for made in MADE:
+        x = args[at[made]] if at.get(made, len(args)) < len(args) else kwargs.get(made)
+        if isinstance(x, Tensor):
+            check_rows(cache.layers, len(x))
 
 
 def check_asked(

@@ -215,6 +215,10 @@ def prefill(
     whole, given = partial(read, self), (input_ids, generation_config, model_kwargs, *args)
     try:
         return parts.read(whole, self, getattr(self, STATE).judge_every, total, *given, **kw)
+    except BaseException:  # Control-C too
+        if isinstance(cache, EngineCache) and cache.session.turn == cache.seen and not cache.half_read:
+            cache.session.prompt_end = None  # nothing of it was read, and what comes next is not its beginning
+        raise
     finally:
         PREPARED.reset(token)
 

@@ -99,7 +99,9 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
     if made is None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     n, begins = made.shape[1], was is not onward
-    if (n > 1 and not seen) or (n == 1 and begins and session.generating):  # which adds ones to the mask
+    announced = session.prompt_end is not None and session.prompt_end > seen
+    decoded = n == 1 and begins and session.generating and not announced
+    if (n > 1 and not seen) or decoded:  # to whose mask `generate` adds ones
         return None
     real = mask[:, seen : seen + n].bool()
     if real.shape != made.shape[:2] or (begins and bool(real.all())):
@@ -108,7 +110,6 @@ def cut(cache: EngineCache, given: dict[str, Any], names: list[str]) -> tuple[tu
     if any(layer.record_past for layer in layers):
         raise CacheError(RECORDS)
     aside, engines = Aside(layers, cache.config), cache.engines
-    announced = session.prompt_end is not None and session.prompt_end > seen
     if begins and (single := alone(cache, given, real)) is not None:
         if session.led == seen:
             raise CacheError(BROKEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,11 +54,6 @@ def check_model(model: PreTrainedModel, cache: EngineCache) -> None:
             "the model lies on several devices, or its weights come when they are needed, and a recording is of one device; "
             "decode without it"
         )
-
-
-def takes_places(model: Any) -> bool:
-    """Whether a model's pass is told where its tokens stand; `generate` tells it, then."""
-    return PLACES in inspect.signature(type(model).forward).parameters
 
 
 def knows_places(model: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvengine.errors import CacheError
-from kvengine.heads import check_layer_back, check_settled
+from kvengine.heads import check_layer_back, check_settled, several
 from kvengine.hf import states, window
 from kvengine.hf.cross import CrossLayer
 from kvengine.hf.held_window import HeldWindow
@@ -144,10 +144,21 @@ def chosen_rows(layers: list[Any], rows: Any) -> Int[Tensor, "chosen"]:
     return torch.where(chosen < 0, chosen + held, chosen)  # layers of transformers' own take no negative ones
 
 
+def check_rows(layers: list[Any], rows: int) -> None:
+    """Refuse a pass of another number of rows than are held, before a window or a state has taken some of it."""
+    held = next((n for n in map(sequences, layers) if n is not None), rows)
+    if held != rows:
+        raise CacheError(
+            f"this cache holds {held} sequences, but {rows} came; use one cache for one batch of one model{several(held, rows)}"
+        )
+
+
 def sequences(layer: Any) -> int | None:
-    """How many rows a layer holds; None if it holds nothing, or a state."""
+    """How many rows a layer holds; None if it holds nothing."""
     if isinstance(layer, EngineLayer):
         return layer.cache.sequences if layer.cache.parts else None
+    if found := states.held_states(layer):
+        return len(found[0])
     return len(layer.keys) if isinstance(layer, DynamicLayer) and layer.keys is not None else None
 
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS
 from kvengine.hf.names import cache_among
+from kvengine.hf.places import KEPT, PLACES, keeper
 
-KEPT, PLACES = "rope_deltas", "position_ids"
 IDS, VECTORS = "input_ids", "inputs_embeds"
 BEFORE: ContextVar[Tensor | None] = ContextVar("before", default=None)
 """What the model remembered when its pass began."""
@@ -27,12 +27,6 @@ SAID: ContextVar[Tensor | None] = ContextVar("said", default=None)
 """What it has said of the text that `generate` is about to read, until that text's cache is there."""
 LENDING = threading.Lock()
 """Held while `generate` asks a model where its text goes on, so that no other thread lends it another's meanwhile."""
-
-
-def keeper(model: nn.Module, text: Any) -> Any:
-    """The part that remembers it for this text model; None in most models."""
-    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel) and KEPT in vars(m))
-    return next((part for part in parts if part.config.get_text_config(decoder=True) is text), None)
 
 
 def hook_shifts(model: PreTrainedModel, text: Any) -> list[Any]:

@@ -26,9 +26,9 @@ from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
 from kvengine.hf.names import CACHE
-from kvengine.hf.recordable import knows_places, takes_places
+from kvengine.hf.places import is_told
+from kvengine.hf.recordable import knows_places
 from kvengine.hf.replay import PLACES
-from kvengine.hf.rope_deltas import keeper
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
@@ -200,9 +200,8 @@ class Session:
 
     @cached_property
     def told(self) -> bool:
-        """Whether every pass says where its tokens stand, as `generate` does: RoBERTa's kin count otherwise by themselves. Not
-        to a model that remembers where its text goes on."""
-        return takes_places(self.model) and keeper(self.model, self.cache.config) is None
+        """Whether every pass says where its tokens stand."""
+        return is_told(self.model)
 
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)

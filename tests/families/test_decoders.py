@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.evals.engine import CacheSession
 from kvengine.hf.names import CACHE
 from kvengine.speculative import TriForce
 
@@ -119,6 +120,16 @@ def test_drafts_have_the_places_that_generate_says() -> None:
     want = model.generate(rows(), **options)
     for draft in ("lookup", "recycling"):
         assert torch.equal(TriForce(kvengine.patch(model), draft, None).generate(rows(), **options), want)
+    found = model.generate(rows(), **options, output_logits=True, return_dict_in_generate=True)
+    cache = kvengine.EngineCache(model)
+    model.generate(rows(), **options, cache=cache)
+    end = rows().shape[1]
+    with torch.no_grad():
+        again = cache.correct(model, found.sequences[:, end + 8 : end + 11]).logits
+        torch.testing.assert_close(again, torch.stack(found.logits[9:], 1), rtol=1e-4, atol=1e-4)
+        session = CacheSession(model, kvengine.EngineCache(model))
+        said = [session.rows(ids) for ids in found.sequences.split([end, *[1] * 12], 1)][:-1]
+    torch.testing.assert_close(torch.stack(said), torch.stack(found.logits), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_not_text_is_not_cached_with_it(caplog: pytest.LogCaptureFixture) -> None:
