@@ -164,7 +164,7 @@ def _chosen(
     spans = spans[:, : -(-(lead + some) // block)].clamp(max=k.shape[1])
     place = torch.arange(k.shape[1], device=k.device, dtype=torch.int32).expand(k.shape[:2])
     tally.add(len(q), before, held, pairs(spans, lead + some, k.shape[1], lead, block))
-    q = F.pad(q[:, :, :some], (0, 0, lead, 0))
+    q = F.pad(q[:, :, :some], (0, 0, lead, 0)) if lead else q[:, :, :some]  # which copies all of them
     options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "block": block}
     out = span_attention(q, k, v, place, spans, **options)[:, :, lead:]  # type: ignore[arg-type]
     return out if whole is None else torch.cat([out, whole], 2)

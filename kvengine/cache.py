@@ -221,9 +221,13 @@ class LayerCache:
         if out is None and stock is not None and self.whole and self.exact:
             out = watched(stock(*(dense := self.contents())), self.parts[0].lane.tail)
         if out is None:
-            read = [part.lane.read(grouped, rows) for part, grouped, rows in asked]
+            # In one expression: what lanes answered is as large as the queries, and would stay while they judge.
             out = self.gather(
-                q, [ordered(x, o if o is None else o.argsort(1)) for x, o in zip(read, orders, strict=True)]
+                q,
+                [
+                    ordered(part.lane.read(grouped, rows), order if order is None else order.argsort(1))
+                    for (part, grouped, rows), order in zip(asked, orders, strict=True)
+                ],
             )
         if self.readers.count:
             self.readers.moments.append(Prompt(self, k.shape[2], dense, orders))
@@ -323,8 +327,9 @@ class LayerCache:
         """The lanes' outputs, heads back in their places."""
         b, hq, n, _ = q.shape
         if len(outs) == 1:
-            one = outs[0].unflatten(0, (b, -1)).flatten(1, 2) if n > 1 else outs[0].reshape(b, hq, 1, outs[0].shape[-1])
-            return one.transpose(1, 2)
+            if n > 1:  # as models read it: laid out otherwise, they copied it once more
+                return outs[0].unflatten(0, (b, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
+            return outs[0].reshape(b, hq, 1, outs[0].shape[-1]).transpose(1, 2)
         return in_head_order(self.parts, outs, b, self.heads).flatten(1, 2).transpose(1, 2)
 
     @property

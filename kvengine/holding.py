@@ -93,8 +93,8 @@ class Holding(Padded):
         tail = self.tail.held()
         if self.pages is None or not len(self.pages):
             return tail
-        pages = (*self.pages.decoded(), self.pages.position, self.pages.score)
-        return tuple(torch.cat([a, b], 1) for a, b in zip(pages, tail, strict=True))  # type: ignore[return-value]
+        others = zip((self.pages.position, self.pages.score), tail[2:], strict=True)
+        return (*self.pages.in_front_of(*tail[:2]), *(torch.cat(pair, 1) for pair in others))  # type: ignore[return-value]
 
     def laid_out(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions of all slots, as a prompt of that dtype reads them.
@@ -102,14 +102,10 @@ class Holding(Padded):
         Codes are decoded in more than the model has, and are not all there at once.
         """
         k, v, position, _ = self.tail.held()
-        pages, n = self.pages, 0 if self.pages is None else len(self.pages)
-        if pages is None or not n:
+        if self.pages is None or not len(self.pages):
             return k.to(dtype), v.to(dtype), position
-        out = [x.new_empty(len(x), n + x.shape[1], x.shape[2], dtype=dtype) for x in (k, v)]
-        for whole, x in zip(out, (k, v), strict=True):
-            whole[:, n:] = x
-        pages.lay_out(*out)
-        return out[0], out[1], torch.cat([pages.position, position], 1)
+        k, v = self.pages.in_front_of(k, v, dtype)
+        return k, v, torch.cat([self.pages.position, position], 1)
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         tail = self.tail

@@ -24,7 +24,7 @@ from kvengine.policies.representation import Fields, Representation
 from kvengine.rope import Rope
 from kvengine.tokens import narrowed
 
-PART = 1 << 14
+PART = 1 << 10
 """Tokens that are turned back together: what that makes on the way is several times their keys."""
 
 
@@ -138,15 +138,15 @@ def join(
             f"{name_of(representation)!r} needs keys before their rotation, but this model has no rotary position "
             "embedding that the engine knows; use another representation"
         )
-    placed = k.new_zeros(len(k), seen + 1, k.shape[2], dtype=torch.float32)
+    # The heads of a token side by side, as `lowrank` reads them: it need not copy all of these floats.
+    placed = k.new_zeros(len(k) // heads, seen + 1, heads, k.shape[2], dtype=torch.float32)
     for start in range(0, k.shape[1], PART):
         where = position[:, start : start + PART]
         flat = rope.turn(k[:, start : start + PART].float(), -where)
         at = torch.where(where >= 0, where, seen).long()[..., None].expand_as(flat)  # `seen` is cut off
-        placed.scatter_(1, at, flat)
-    placed = placed[:, :seen]
+        placed.scatter_(1, *(x.unflatten(0, (-1, heads)).transpose(1, 2) for x in (at, flat)))
     with torch.autocast(k.device.type, enabled=False):  # as with pages
-        joined = representation.join(placed.unflatten(0, (-1, heads)))
+        joined = representation.join(placed[:, :seen].transpose(1, 2))
     fields = {name: x.to(k.dtype) for name, x in joined.items()}
     rope = Rope(rope.frequency.to(k.device), rope.interleaved)  # for every step that turns: no recording copies it
     return Joint(representation, rope, heads, k.dtype, fields)

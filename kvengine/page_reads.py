@@ -20,7 +20,7 @@ from kvengine.tokens import narrowed
 
 ALL = slice(None)
 LAID = 1 << 14
-"""Slots of all rows that are decoded at a time where they are laid out in a smaller dtype than codes are decoded in."""
+"""Slots of all rows that are decoded at a time where all are laid out."""
 
 
 class Readable(User):
@@ -122,14 +122,26 @@ class Readable(User):
         where = self.table, self.position
         return key_logits.scan(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
 
-    def lay_out(self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"]) -> None:
-        """Write keys and values of all slots to the first of these, some columns at a time, the next ones on their way."""
-        spans = self.parts()
+    def in_front_of(
+        self, k: Float[Tensor, "row slot dim"], v: Float[Tensor, "row slot dim_v"], dtype: torch.dtype | None = None
+    ) -> tuple[Float[Tensor, "row all dim"], Float[Tensor, "row all dim_v"]]:
+        """Keys and values of all slots, and these behind them: some columns at a time, the next ones on their way.
+
+        `dtype`: what becomes of them; None: the least that holds what is decoded and these. Of values given without
+        channels there come none.
+        """
+        spans, out = self.parts(), list[Tensor]()
         coming = [self.decoding(span) for span in spans[:1]]
         for i, span in enumerate(spans):
             coming += [self.decoding(next_one) for next_one in spans[i + 1 : i + 2]]
             at = slice(span.start * self.page, span.stop * self.page)
-            k[:, at], v[:, at] = (narrowed(x, k.dtype) for x in coming.pop(0)())
+            for n, (some, x) in enumerate(zip(coming.pop(0)(), (k, v), strict=True)):
+                if not i:
+                    wide = dtype or torch.promote_types(some.dtype, x.dtype)
+                    out.append(x.new_empty(len(x), len(self) + x.shape[1], x.shape[2], dtype=wide))
+                    out[n][:, len(self) :] = x
+                out[n][:, at] = narrowed(some[..., : x.shape[2]], out[n].dtype)
+        return out[0], out[1]
 
     def parts(self) -> list[slice]:
         """All columns, some at a time.

@@ -101,6 +101,19 @@ class XAttention(Prefill):
         softcap: float | None = None,
     ) -> Float[Tensor, "row group block columns"]:
         """m(b, c), of blocks with a query."""
+        each = max(1, _blocks.room(q) // max(1, q[0].numel()))  # rows at a time, as the queries are laid out anew
+        return torch.cat(
+            [self.of_rows(*some, scale, softcap) for some in zip(q.split(each), k.split(each), strict=True)]
+        )
+
+    def of_rows(
+        self,
+        q: Float[Tensor, "some group query dim"],
+        k: Float[Tensor, "some token dim"],
+        scale: float,
+        softcap: float | None,
+    ) -> Float[Tensor, "some group block columns"]:
+        """`mass` of rows that are made together."""
         (rows, group, queries, _), tokens, s = q.shape, k.shape[1], self.stride
         lead, per = (tokens - queries) % self.block, self.block // s
         q = F.pad(q * (scale / s), (0, 0, lead, -(lead + queries) % self.block))

@@ -44,7 +44,21 @@ from torch.nn import functional as F
 
 from kvengine.kernels.step.reference import earliest
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count, check_share, part
-from kvengine.policies.retention import REDUCE, Merged, Notes, Paid, Reduce, Retention, Seen, best_of, over_group, twin
+from kvengine.policies.retention import (
+    FLOATS,
+    REDUCE,
+    Merged,
+    Notes,
+    Paid,
+    Reduce,
+    Retention,
+    Seen,
+    best_of,
+    over_group,
+    some_rows,
+    twin,
+)
+from kvengine.tokens import pack, take
 
 
 @dataclass(frozen=True)
@@ -224,11 +238,15 @@ class D2O(Retention):
         official = self.form == "official"
         weight = (like if official else like.exp()).masked_fill(~passed, 0)
         part = passed.float() if official else weight
-        more = x.gather(1, wide(index, x)).float().masked_fill(~passed[..., None], 0) * weight[..., None]
         own = 1.0 if official else torch.e
         total = torch.full(x.shape[:2], own, dtype=torch.float32, device=x.device).scatter_add_(1, mate, part)
-        summed = (x.float() * own).scatter_add(1, wide(mate, x), more) / total[..., None]
-        return torch.where((total > own)[..., None], summed.to(x.dtype), x)
+        found = torch.empty_like(x)
+        for rows in some_rows(x):
+            one, from_, into = x[rows], wide(index[rows], x), wide(mate[rows], x)
+            more = one.gather(1, from_).float().masked_fill(~passed[rows, :, None], 0) * weight[rows, :, None]
+            summed = (one.float() * own).scatter_add(1, into, more) / total[rows, :, None]
+            found[rows] = torch.where((total[rows] > own)[..., None], summed.to(x.dtype), one)
+        return found
 
 
 def all_of_them(retention: Retention, seen: Seen) -> None:
@@ -247,14 +265,19 @@ def nearest(
     most = int(count.max())
     index = gone.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
     real = (torch.arange(most, device=keys.device) < count[:, None]) & target.any(1, keepdim=True)
-    unit = F.normalize(keys.float(), dim=-1).masked_fill(~(gone | target)[..., None], 0)
-    like = keys.new_empty(index.shape, dtype=torch.float32)
-    mate = torch.empty_like(index)
-    step = max(1, (1 << 24) // max(1, keys.shape[0] * keys.shape[1]))
-    for i in range(0, most, step):
-        some = unit.gather(1, wide(index[:, i : i + step], keys))
-        cosine = (some @ unit.transpose(1, 2)).masked_fill(~target[:, None], -2)
-        like[:, i : i + step], mate[:, i : i + step] = cosine.max(2)
+    like = keys.new_full(index.shape, -2, dtype=torch.float32)
+    mate, survivors = torch.zeros_like(index), pack(target)
+    if not survivors.shape[1]:
+        return like, mate, index, real
+    for rows in some_rows(keys):
+        unit = F.normalize(keys[rows].float(), dim=-1).masked_fill_(~(gone | target)[rows, :, None], 0)
+        at = survivors[rows]
+        into, none = take(unit, at).transpose(1, 2), (at < 0)[:, None]
+        step = max(1, FLOATS // at.numel())
+        for i in range(0, most, step):
+            some = unit.gather(1, wide(index[rows, i : i + step], keys))
+            like[rows, i : i + step], best = (some @ into).masked_fill_(none, -2).max(2)
+            mate[rows, i : i + step] = at.gather(1, best).clamp(min=0)
     return like, mate, index, real
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.policies._budget import MOST, Budget, check_budget, check_count, tokens_by_row
-from kvengine.policies.retention import Notes, Placed, Retention, Seen, keep_top, over_heads
+from kvengine.policies.retention import Notes, Placed, Retention, Seen, keep_top, over_heads, some_rows
 
 FAR = 1 << 30  # beyond all positions
 
@@ -126,7 +126,10 @@ def mean_at(
     x: Float[Tensor, "row token dim"], home: Int[Tensor, "row token"], member: Bool[Tensor, "row token"]
 ) -> Float[Tensor, "row token dim"]:
     """`x` with every slot that is home to members replaced by their mean."""
-    at = home[..., None].expand_as(x)
-    total = torch.zeros_like(x, dtype=torch.float32).scatter_add_(1, at, x.float().masked_fill(~member[..., None], 0))
-    count = torch.zeros_like(home).scatter_add_(1, home, member.long())
-    return torch.where((count > 1)[..., None], (total / count.clamp(min=1)[..., None]).to(x.dtype), x)
+    count, found = torch.zeros_like(home).scatter_add_(1, home, member.long()), torch.empty_like(x)
+    for rows in some_rows(x):
+        one, n = x[rows], count[rows, :, None]
+        gone = one.float().masked_fill(~member[rows, :, None], 0)
+        total = torch.zeros_like(gone).scatter_add_(1, home[rows, :, None].expand_as(gone), gone)
+        found[rows] = torch.where(n > 1, (total / n.clamp(min=1)).to(x.dtype), one)
+    return found

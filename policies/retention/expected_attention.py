@@ -30,7 +30,7 @@ from kvengine.policies.retention import REDUCE, Notes, Reduce, Retention, Seen, 
 from kvengine.rope import Rope
 
 SPAN = 1024  # queries turned back at once
-PART = 1 << 14  # tokens scored at once
+PART = 1 << 12  # tokens scored at once
 
 
 @dataclass(frozen=True)

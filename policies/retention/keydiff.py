@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvengine.policies._budget import Budget, check_budget, check_count
-from kvengine.policies.retention import Retention, Seen, keep_top
+from kvengine.policies.retention import Retention, Seen, keep_top, some_rows
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,20 @@ class KeyDiff(Retention):
         return 0
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        k = seen.read()[0].float()
-        if not bool(seen.valid.all()):
-            k = k.masked_fill(~seen.valid[..., None], 0)
-        length = torch.linalg.vector_norm(k, dim=-1).clamp(min=1e-12)
-        total = torch.bmm(1 / length[:, None], k)[:, 0]  # its direction is the mean's
-        return -torch.bmm(k, F.normalize(total, dim=-1)[..., None])[..., 0] / length
+        keys = seen.read()[0]
+        return torch.cat([apart(keys[rows].float(), seen.valid[rows]) for rows in some_rows(keys)])
 
     def always(self, seen: Seen) -> Bool[Tensor, "row token"]:
         return seen.recent(self.recent)
 
     def keep(self, seen: Seen) -> Bool[Tensor, "row token"]:
         return keep_top(seen, seen.score, self.budget, self.always(seen))
+
+
+def apart(k: Float[Tensor, "row token dim"], valid: Bool[Tensor, "row token"]) -> Float[Tensor, "row token"]:
+    """How far each key is from the mean direction of its row's: minus the cosine."""
+    if not bool(valid.all()):
+        k = k.masked_fill(~valid[..., None], 0)
+    length = torch.linalg.vector_norm(k, dim=-1).clamp(min=1e-12)
+    total = torch.bmm(1 / length[:, None], k)[:, 0]  # its direction is the mean's
+    return -torch.bmm(k, F.normalize(total, dim=-1)[..., None])[..., 0] / length

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from kvengine.errors import PolicyError
 from kvengine.kernels.best_tokens import best_tokens
 from kvengine.policies._budget import Budget, check_budget, check_count, check_share, is_number
-from kvengine.policies.retention import Retention, Seen
+from kvengine.policies.retention import Retention, Seen, some_rows
 from kvengine.tokens import in_order, pack, take
 
 BLOCK, SPAN = 512, 1024  # tokens that are compared at once: the newer ones, and those that look for a likeness
@@ -87,23 +87,30 @@ class RKV(Retention):
         return int(seen.count(self.budget).max()) + self.buffer - 1
 
     def score(self, seen: Seen) -> Float[Tensor, "row token"]:
-        index = in_order(seen.position)
-        keys, position = take(seen.read()[0].float(), index), take(seen.position, index, -1)
-        found = self.mix * self.importance(seen, keys, position)
+        index, keys = in_order(seen.position), seen.read()[0]
+        found = [self.wanted(seen, rows, keys[rows], index[rows]) for rows in some_rows(keys)]
+        return put_back(torch.cat(found), index, seen.position)
+
+    def wanted(
+        self, seen: Seen, rows: slice, keys: Float[Tensor, "some token dim"], index: Int[Tensor, "some held"]
+    ) -> Float[Tensor, "some held"]:
+        """The scores of these rows' tokens, in order."""
+        keys, position = take(keys.float(), index), take(seen.position[rows], index, -1)
+        found = self.mix * self.importance(seen, rows, keys, position)
         if self.mix < 1:
             found = found - (1 - self.mix) * redundancy(keys, position >= 0, self.alike)
-        return put_back(found, index, seen.position)
+        return found
 
     def importance(
-        self, seen: Seen, keys: Float[Tensor, "row token dim"], position: Int[Tensor, "row token"]
-    ) -> Float[Tensor, "row token"]:
+        self, seen: Seen, rows: slice, keys: Float[Tensor, "some token dim"], position: Int[Tensor, "some token"]
+    ) -> Float[Tensor, "some token"]:
         """What the last queries pay to each token but their own, the largest among its neighbours."""
-        logits = torch.einsum("rgqd,rtd->rgqt", seen.queries.float() * seen.scale, keys)
+        logits = torch.einsum("rgqd,rtd->rgqt", seen.queries[rows].float() * seen.scale, keys)
         if seen.softcap is not None:
             logits = torch.tanh(logits / seen.softcap) * seen.softcap
         others = (position >= 0) & (position <= seen.newest - self.window)
         paid = logits.amax(1).masked_fill(~others[:, None], float("-inf")).softmax(-1).nan_to_num_(0.0)
-        asks = (seen.query_position >= seen.asking[:, None]).float()
+        asks = (seen.query_position >= seen.asking[rows, None]).float()
         mean = torch.einsum("rqt,rq->rt", paid, asks) / asks.sum(1, keepdim=True).clamp(min=1)
         return F.max_pool1d(mean[:, None], self.kernel, 1, self.kernel // 2)[:, 0] if keys.shape[1] else mean
 

@@ -26,7 +26,7 @@ from kvengine.policies._budget import Budget, check_budget, check_choice, check_
 from kvengine.policies.retention import REDUCE, Reduce, Retention, Seen, keep_top, over_group
 from kvengine.tokens import pack, take
 
-LOGITS = 1 << 26
+LOGITS = 1 << 22
 """Of the last queries and all tokens, that are computed at once: those of a row, at the least."""
 
 
