@@ -1,4 +1,4 @@
-"""Whose keys and values something stored is: fingerprints of a model and of its tokenizer."""
+"""Whose keys and values something stored is: fingerprints of a model and of its tokenizer; and what cannot be stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
@@ -93,4 +94,15 @@ def check_precision(model: nn.Module, layers: Sequence[tuple[Tensor, Tensor]] = 
         raise CacheError(
             "under torch.autocast a model makes other keys and values, which no chunk's name tells. Leave it, and load the model "
             "in the precision that it is to run in (from_pretrained(..., dtype=torch.bfloat16)), or call model.to()"
+        )
+
+
+def check_whole(ids: Int[Tensor, "seq token"], cache: Any, tokens: int | None = None) -> None:
+    """Raises CacheError unless a cache will hold the prompt of one sequence whole; or, if given, its first `tokens` by now."""
+    lanes = [part.lane for layer in cache.engines for part in layer.parts]
+    held = tokens is None or (cache.seen >= max(1, tokens) and all(lane.whole for lane in lanes))
+    if not (held and len(ids) == 1 and cache.engines and cache.stack.reads_prompts_exactly):
+        raise CacheError(
+            f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
+            "yet seen some of it. Store it from a cache of the stack 'full'"
         )

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
-from kvengine.fingerprint import check_maker, check_precision, identity, state
+from kvengine.fingerprint import check_maker, check_precision, check_whole, identity, state
 from kvengine.hf import parts
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import layer_devices
@@ -358,9 +358,8 @@ class Prefix:
             )
         if cache.seen < end:
             if self.whole:
-                check_whole(
-                    ids, cache
-                )  # before it is read in pieces, which makes a difference to what skips some of it
+                # Before it is read in pieces, which makes a difference to what skips some of it.
+                check_whole(ids, cache)
             if (cache.session.prompt_end or 0) <= end:
                 cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
             at = placed(self.model, cache.seen, end - cache.seen)
@@ -385,17 +384,6 @@ class Prefix:
         # Twice their size: encoded they may be a little more, and others may wait too.
         most = have + self.store.pending // (2 * size)
         return [*range(have, end)[: most - have][::-1], *range(most, end)]
-
-
-def check_whole(ids: Int[Tensor, "seq token"], cache: EngineCache, tokens: int | None = None) -> None:
-    """Raises CacheError unless a cache will hold the prompt of one sequence whole; or, if given, its first `tokens` by now."""
-    lanes = [part.lane for layer in cache.engines for part in layer.parts]
-    held = tokens is None or (cache.seen >= max(1, tokens) and all(lane.whole for lane in lanes))
-    if not (held and len(ids) == 1 and cache.engines and cache.stack.reads_prompts_exactly):
-        raise CacheError(
-            f"only a prompt that the cache holds whole can be stored; '{cache.stack}' has dropped, sealed, skipped or not "
-            "yet seen some of it. Store it from a cache of the stack 'full'"
-        )
 
 
 def check(ids: object) -> None:
