@@ -1,6 +1,8 @@
 """Rows of a batch that end before others: in a later turn each is as it is alone."""
 
+import copy
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,13 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import kvengine
 from kvengine import EngineCache, compile_decode
+from kvengine.errors import CacheError
 from kvengine.fixed import refusal
 from kvengine.hf import compiled
 from kvengine.hf.ended import Ends, Padding, ended
 from kvengine.hf.names import CACHE
+from kvengine.hf.states import held_states
+from kvengine.saved import save
 from kvengine.session import Session
 from kvengine.stack import Stack
 
@@ -156,6 +161,25 @@ def test_states_are_put_back_where_an_answer_is_broken_off() -> None:
             for i, state in getattr(mine, name).items():
                 assert torch.equal(state[0], getattr(its, name)[i][0])
                 assert not torch.equal(state[1], getattr(its, name)[i][1])
+
+
+def test_a_copy_that_is_made_meanwhile_has_them_as_they_were_there_too(tmp_path: Path) -> None:
+    model, batch = kvengine.patch(configs.build("qwen3_next")), prompts(3, 40)
+    cache, copies = EngineCache(model), []
+
+    def look(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        if input_ids.shape[1] == 48:
+            with pytest.raises(CacheError, match="have ended before others"):
+                save(cache, tmp_path / "session", model)
+            copies.append(copy.deepcopy(cache))
+            save(copies[0], tmp_path / "session", model)
+            raise KeyboardInterrupt
+        return torch.zeros(3, dtype=torch.bool)
+
+    with pytest.raises(KeyboardInterrupt):
+        say(model, cache, *batch.values(), (3, 9, LAST), stopping_criteria=StoppingCriteriaList([look]))
+    for mine, its in zip(copies[0].others, cache.others, strict=True):
+        assert all(map(torch.equal, held_states(mine), held_states(its)))
 
 
 def test_states_are_put_back_where_a_convolution_recorded_its_past() -> None:

@@ -345,7 +345,10 @@ def test_another_batch_is_refused_before_a_window_or_a_state_has_taken_it(family
     """It ended in torch's error about sizes, and what the cache held could not be gone on with."""
     model, ids = kvengine.patch(build(family)), prompts()["input_ids"]
     cache, want = started(model, ids), started(model, ids)
-    for rows, says in ((ids[:1], "holds 3 sequences, but 1 came"), (torch.cat([ids, ids]), "repeat_interleave.2.")):
+    for rows, says in (
+        (ids[:1], "holds 3 sequences, but the model was given 1"),
+        (torch.cat([ids, ids]), "repeat_interleave.2."),
+    ):
         with pytest.raises(CacheError, match=says):
             step(model, cache, rows[:, :tokens])
     torch.testing.assert_close(step(model, cache, ids[:, :1]), step(model, want, ids[:, :1]), rtol=0, atol=0)

@@ -117,6 +117,7 @@ class EngineCache(Cache):
         memo.setdefault(id(self.config), self.config)  # a cache knows its model by this very object
         twin = memo[id(self)] = object.__new__(type(self))
         vars(twin).update(copied(vars(self), memo, "; run what is to be copied under torch.no_grad()"))
+        states.put_back(twin)
         twin.session.inferred = torch.is_inference_mode_enabled()
         return twin
 

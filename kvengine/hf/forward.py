@@ -19,7 +19,7 @@ from kvengine.errors import ModelError
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.drafts import SHARED, check_shared, share
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
-from kvengine.hf.names import NAMES, OTHER, name_of_cache, own_name, renamed
+from kvengine.hf.names import IDS, NAMES, OTHER, VECTORS, name_of_cache, own_name, renamed
 from kvengine.hf.rewind import check_rows
 from kvengine.stack import Stack
 
@@ -43,8 +43,6 @@ BESIDE = ("encoder_hidden_states", "encoder_outputs")
 """What layers attend to beside the text, and keep too: who gives these wants a cache of two."""
 ASKED = ("use_cache", *BESIDE)
 """What decides beside a cache."""
-MADE = ("input_ids", "inputs_embeds")
-"""What a pass is made of."""
 TWO = (
     "{} is given {} beside its text, whose keys and values it caches too, and an engine cache has no place for them. Leave "
     "the cache to the model in a loop of your own, or call kvengine.unpatch(model)"
@@ -85,7 +83,7 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
     parts, hooks = caching(model, text), []
     for part, names in parts:
         name = name_of_cache(names)
-        at = {x: names.index(x) for x in (name, *ASKED, *MADE) if x in names}
+        at = {x: names.index(x) for x in (name, *ASKED, IDS, VECTORS) if x in names}
         hooks.append(part.register_forward_pre_hook(partial(before, chosen=chosen, at=at, name=name), with_kwargs=True))
         if hasattr(text, "num_kv_shared_layers"):
             hooks.append(part.register_forward_hook(share, with_kwargs=True))
@@ -146,7 +144,7 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int
     cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
     if type(cache) is not EngineCache or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
         return
-    for made in MADE:
+    for made in (IDS, VECTORS):
         x = args[at[made]] if at.get(made, len(args)) < len(args) else kwargs.get(made)
         if isinstance(x, Tensor):
             check_rows(cache.layers, len(x))

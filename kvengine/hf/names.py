@@ -1,4 +1,4 @@
-"""What a cache is called: `cache` by transformers from 5.24 on, `past_key_values` before.
+"""What arguments of a pass are called; its cache is `cache` to transformers from 5.24 on, and `past_key_values` before.
 
 There the older name still works, under a warning; models of one's own may have been written for either. On a patched model
 both names work with every version.
@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask
 
 from kvengine.errors import ModelError
 
+IDS, VECTORS, MASK, PLACES = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 NAMES = ("cache", "past_key_values")
 OTHER = dict(zip(NAMES, reversed(NAMES), strict=True))
 

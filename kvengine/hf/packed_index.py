@@ -28,8 +28,8 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import BREAKS
 from kvengine.hf.mask import LazyMask
-from kvengine.hf.names import NAMES, cache_among, cache_given
-from kvengine.hf.replay import MASK, made_of, reader
+from kvengine.hf.names import MASK, NAMES, cache_among, cache_given
+from kvengine.hf.replay import made_of, reader
 from kvengine.session import FOREIGN
 
 PACKED = frozenset(("glm5_next_text",))

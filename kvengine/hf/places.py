@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvengine.hf.devices import first_device
+from kvengine.hf.names import PLACES
 
-KEPT, PLACES = "rope_deltas", "position_ids"
+KEPT = "rope_deltas"
 
 
 def takes_places(model: Any) -> bool:

@@ -23,20 +23,8 @@ from transformers import PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS, EngineLayer
-from kvengine.hf.names import cache_given, put_off, taken_up
-from kvengine.hf.replay import (
-    COUNTED,
-    IDS,
-    KNOWN,
-    MASK,
-    PLACES,
-    VECTORS,
-    around_reader,
-    followed,
-    made_of,
-    made_of_tensors,
-    parted,
-)
+from kvengine.hf.names import IDS, MASK, PLACES, VECTORS, cache_given, put_off, taken_up
+from kvengine.hf.replay import COUNTED, KNOWN, around_reader, followed, made_of, made_of_tensors, parted
 from kvengine.hf.states import Aside, has_states, in_place, keeps_states
 from kvengine.resuming import singles
 from kvengine.session import BROKEN, Parts

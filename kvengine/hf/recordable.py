@@ -18,7 +18,8 @@ from kvengine.hf.devices import offloaded
 from kvengine.hf.held_window import can_hold, empty
 from kvengine.hf.indexed import IndexedLayer
 from kvengine.hf.layer import EngineLayer
-from kvengine.hf.replay import PLACES, reader
+from kvengine.hf.names import PLACES
+from kvengine.hf.replay import reader
 from kvengine.hf.rope import looks
 from kvengine.hf.states import in_place
 

@@ -22,11 +22,10 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.forward import caching
 from kvengine.hf.layer import BREAKS, EngineLayer
 from kvengine.hf.mask import LazyMask
-from kvengine.hf.names import NAMES, cache_given, name_of_cache, put_off, taken_up
+from kvengine.hf.names import IDS, MASK, NAMES, PLACES, VECTORS, cache_given, name_of_cache, put_off, taken_up
 from kvengine.replay import conclude
 from kvengine.text import Fed
 
-IDS, VECTORS, MASK, PLACES = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 COUNTED = "cache_position"  # of every token, where transformers still says so
 BESIDE = "ple_input_ids"  # the ids beside vectors, of whose n-grams Qwen 4 has vectors of their own
 KNOWN = frozenset((IDS, VECTORS, MASK, PLACES, COUNTED, *NAMES))

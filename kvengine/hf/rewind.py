@@ -30,8 +30,14 @@ def check_even(layers: list[Any], torn: bool = False) -> None:
 
 
 def check_between(cache: Any) -> int:
-    """Refuse an engine cache over which a pass runs, or broke off; the tokens that it has seen."""
+    """Refuse an engine cache over which a pass runs, or broke off, or in which rows are beyond their ends; the tokens that it has
+    seen."""
     session: Session = cache.session
+    if session.aside is not None and session.aside.kept:
+        raise CacheError(
+            "rows of this batch have ended before others, and what their states were is put back when generate() ends; save it "
+            "then, or save a copy (copy.deepcopy)"
+        )
     session.check_judged(cache.seen)
     check_even(cache.layers, session.torn or bool(session.waiting) or session.led == cache.seen)
     return int(cache.seen)
@@ -149,7 +155,8 @@ def check_rows(layers: list[Any], rows: int) -> None:
     held = next((n for n in map(sequences, layers) if n is not None), rows)
     if held != rows:
         raise CacheError(
-            f"this cache holds {held} sequences, but {rows} came; use one cache for one batch of one model{several(held, rows)}"
+            f"this cache holds {held} sequences, but the model was given {rows}; use one cache for one batch of one "
+            f"model{several(held, rows)}"
         )
 
 

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS
-from kvengine.hf.names import cache_among
-from kvengine.hf.places import KEPT, PLACES, keeper
+from kvengine.hf.names import IDS, PLACES, VECTORS, cache_among
+from kvengine.hf.places import KEPT, keeper
 
-IDS, VECTORS = "input_ids", "inputs_embeds"
 BEFORE: ContextVar[Tensor | None] = ContextVar("before", default=None)
 """What the model remembered when its pass began."""
 SAID: ContextVar[Tensor | None] = ContextVar("said", default=None)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf import shown
 from kvengine.hf.cache import EngineCache
-from kvengine.hf.names import cache_given
-from kvengine.hf.replay import PLACES, made_of, reader
+from kvengine.hf.names import PLACES, cache_given
+from kvengine.hf.replay import made_of, reader
 
 
 def hook_places(model: PreTrainedModel, text: Any) -> list[Any]:

@@ -161,7 +161,7 @@ class Aside:
         end = getattr(config, "eos_token_id", None)
         self.end = end[0] if isinstance(end, list) else end
         self.layers, self.rows = [ref(layer) for layer in layers], torch.zeros(0, dtype=torch.bool)
-        self.kept: list[tuple[ref[Any], str, int, Int[Tensor, "chosen"], Tensor | None]] = []
+        self.kept: list[tuple[int, str, int, Int[Tensor, "chosen"], Tensor | None]] = []
 
     def keep(self, rows: Bool[Tensor, "seq"]) -> None:
         """Those of these rows that are not kept yet."""
@@ -169,19 +169,28 @@ class Aside:
             return
         new = rows if len(self.rows) != len(rows) else rows & ~self.rows
         self.rows, chosen = rows, new.nonzero()[:, 0]
-        for layer, name in product(self.layers, STATES):
+        for (place, layer), name in product(enumerate(self.layers), STATES):
             for i, x in getattr(layer(), name).items():
-                self.kept.append((layer, name, i, chosen, None if x is None else x[chosen.to(x.device)]))
+                self.kept.append((place, name, i, chosen, None if x is None else x[chosen.to(x.device)]))
 
-    def put_back(self) -> None:
-        for layer, name, i, rows, kept in self.kept:
-            now = getattr(layer(), name)[i]
+    def put_back(self, layers: list[Any] | None = None) -> None:
+        """In these layers, or else in its own."""
+        held = layers or [layer() for layer in self.layers]
+        for place, name, i, rows, kept in self.kept:
+            now = getattr(held[place], name)[i]
             if now is None:
                 continue
             if kept is not None and (older := now.shape[-1] - kept.shape[-1]):  # it has begun to record its past
                 kept = torch.nn.functional.pad(kept, (older, 0))
             begun = 0 if now.is_floating_point() else self.end
             now[rows.to(now.device)] = begun if kept is None else kept
+
+
+def put_back(cache: Any) -> None:
+    """Of a copy that was made while `generate` ran, which puts them back in the one that it was given."""
+    if (aside := cache.session.aside) is not None:
+        aside.put_back([layer for layer in cache.layers if has_states(layer)])
+        cache.session.aside = None
 
 
 class Kept:

@@ -25,10 +25,9 @@ from transformers import PreTrainedModel
 from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
-from kvengine.hf.names import CACHE
+from kvengine.hf.names import CACHE, PLACES
 from kvengine.hf.places import is_told
 from kvengine.hf.recordable import knows_places
-from kvengine.hf.replay import PLACES
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
 
