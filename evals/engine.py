@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -59,13 +60,19 @@ class CacheSession:
     cache: Any
     judge_every: int | None = None
 
+    @cached_property
+    def told(self) -> bool:
+        from kvengine.hf.places import is_told
+
+        return is_told(self.model)
+
     def passed(self, ids: Tensor) -> dict[str, Any]:
         """What a pass over these tokens is given beside them: the cache, and where they stand."""
         from kvengine.hf.names import passed
         from kvengine.hf.places import placed
 
         seen = self.cache.seen if hasattr(self.cache, "seen") else self.cache.get_seq_length()
-        return passed(self.model, self.cache) | placed(self.model, seen, ids.shape[1], len(ids))
+        return passed(self.model, self.cache) | placed(self.model, seen, ids.shape[1], len(ids), self.told)
 
     @torch.inference_mode()
     def read(self, ids: list[int], *, every: bool = False) -> Tensor:

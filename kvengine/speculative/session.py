@@ -26,7 +26,7 @@ from kvengine.errors import CacheError
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
 from kvengine.hf.names import CACHE, PLACES
-from kvengine.hf.places import is_told
+from kvengine.hf.places import is_told, placed
 from kvengine.hf.recordable import knows_places
 from kvengine.speculative.accept import ROOT, Draft
 from kvengine.speculative.law import Text
@@ -204,9 +204,8 @@ class Session:
 
     def forward(self, tokens: Sequence[int], **options: Any) -> Logits:
         ids = torch.tensor([list(tokens)], device=self.device)
-        if PLACES not in options and self.told:
-            seen = self.cache.seen
-            options[PLACES] = torch.arange(seen, seen + len(tokens), device=self.device)[None]
+        if PLACES not in options:
+            options |= placed(self.model, self.cache.seen, len(tokens), told=self.told)
         logits: Tensor = self.model(ids, **{CACHE: self.cache}, use_cache=True, **options).logits[0]
         return logits[-options.get("logits_to_keep", 0) :]  # some models (Qwen-Omni) pass over it
 
