@@ -229,12 +229,12 @@ class Steps:
     def close(self) -> None:
         """Let the cache go on as it would have without. Closing twice is harmless."""
         with self.cache.session.changing():
-            for layer in self.layers:
-                layer.release()
+            while self.layers:  # none twice, if this breaks off and is called again
+                self.layers.pop(0).release()
             for one, _ in self.latent:
                 latent.without_values(one)
             self.cache.layers = [x.layer if isinstance(x, HeldWindow) else x for x in self.cache.layers]
-            self.layers, self.latent, self.replay = [], [], None
+            self.latent, self.replay = [], None
             self.cache.session.rope = self.rope
 
 
@@ -273,12 +273,15 @@ class CompiledDecode(Decoder):
         stand_in = StandIn(model, self, int(generation_config.max_length) - input_ids.shape[1])
         with torch.inference_mode(False), torch.no_grad():  # a recording made in inference mode says other things
             try:
-                return cast(Any, type(model))._sample(
+                found = cast(Any, type(model))._sample(
                     stand_in, input_ids, logits_processor, stopping_criteria, generation_config,
                     synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
                 )  # fmt: skip
-            finally:
                 stand_in.close()
+            except BaseException:  # Control-C, also where that was about to begin
+                stand_in.close()
+                raise
+            return found
 
     def open(
         self, cache: EngineCache, max_new_tokens: int, attention_mask: Shaped[Tensor, "seq token"] | None = None
