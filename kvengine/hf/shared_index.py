@@ -89,9 +89,9 @@ class SharedIndex(CacheLayerMixin):
 
 
 def share(layers: list[Any], sources: Mapping[int, int]) -> None:
-    """Put layers of index keys alone in the place of those of transformers' whose tokens an earlier layer has."""
+    """Put layers of index keys alone in the place of those of transformers' whose tokens an earlier layer has (5.17 has none)."""
     for i, source in sources.items():
-        if indexed.has_index(layers[i]):
+        if i < len(layers) and indexed.has_index(layers[i]):
             layers[i] = SharedIndex(layers[source])
 
 
