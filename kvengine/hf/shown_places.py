@@ -12,10 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvengine.errors import CacheError
 from kvengine.hf import shown
-from kvengine.hf.cache import EngineCache
-from kvengine.hf.names import PLACES, cache_given
+from kvengine.hf.names import PLACES
 from kvengine.hf.replay import made_of, reader
 
 
@@ -30,17 +28,9 @@ def hook_places(model: PreTrainedModel, text: Any) -> list[Any]:
 def newest(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Leave the positions of the new tokens. Raises CacheError for another batch than the cache has."""
+    """Leave the positions of the new tokens."""
     given = dict(zip(names, args, strict=False)) | kwargs
     made, places = made_of(given), given.get(PLACES)
-    if made is None:
-        return None
-    cache = cache_given(args, kwargs, names)
-    rows = [x.sequences for x in cache.engines if x.parts][:1] if type(cache) is EngineCache else []
-    if rows not in ([], [len(made)]):
-        raise CacheError(
-            f"this cache holds {rows[0]} sequences, but the model was given {len(made)}; use one cache for one batch"
-        )
-    if places is None or places.shape[-1] <= made.shape[1]:
+    if made is None or places is None or places.shape[-1] <= made.shape[1]:
         return None
     return (), given | {PLACES: places[..., -made.shape[1] :]}
