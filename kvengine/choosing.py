@@ -32,7 +32,7 @@ class Choosing(Verdicts):
     def scans(self, pages: Pages | None) -> bool:
         """Whether one reading is to serve a choice and attention: of pages in tiers, which would be brought twice; of others
         where C can, and a long one, as a short one, made twice, takes less than a step in parts."""
-        if pages is None or not len(pages) or not self.stack.selection.scans(self.layer, self.layers):
+        if pages is None or not self.stack.selection.scans(self.layer, self.layers):
             return False
         return pages.pool.once or (self.first.is_cpu and len(pages) * self.tail.k.shape[-1] >= SCANNED)
 

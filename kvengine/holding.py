@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import answers
@@ -90,34 +90,30 @@ class Holding(Padded):
 
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, positions and scores of all slots, sealed ones first."""
-        tail = self.tail.held()
-        if self.pages is None or not len(self.pages):
-            return tail
-        others = zip((self.pages.position, self.pages.score), tail[2:], strict=True)
-        return (*self.pages.in_front_of(*tail[:2]), *(torch.cat(pair, 1) for pair in others))  # type: ignore[return-value]
+        return (*self.laid_out(), self.position, self.score)
 
-    def laid_out(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of all slots, as a prompt of that dtype reads them.
+    def laid_out(self, dtype: torch.dtype | None = None, values: bool = True) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, sealed ones first; without `values`, none of these.
 
-        Codes are decoded in more than the model has, and are not all there at once.
+        `dtype`: what codes become, which are decoded in more than the model has and are not all there at once; None: the least
+        that holds them.
         """
-        k, v, position, _ = self.tail.held()
-        if self.pages is None or not len(self.pages):
-            return k.to(dtype), v.to(dtype), position
-        k, v = self.pages.in_front_of(k, v, dtype)
-        return k, v, torch.cat([self.pages.position, position], 1)
+        k, v = self.tail.k[:, self.tail.span], self.tail.v[:, self.tail.span]
+        pages, v = self.stored, v if values else v[..., :0]
+        return (k, v) if pages is None else pages.in_front_of(k, v, dtype)
+
+    @property
+    def score(self) -> Float[Tensor, "row token"]:
+        """Of all slots, sealed ones first."""
+        score, pages = self.tail.scores(self.tail.span), self.stored
+        return score if pages is None else torch.cat([pages.score, score], 1)
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
-        tail = self.tail
-        position, score = tail.position[:, tail.span], tail.scores(tail.span)
-        if self.pages is not None:
-            position = torch.cat([self.pages.position, position], 1)
-            score = torch.cat([self.pages.score, score], 1)
         return Seen(
-            position=position, score=score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
+            position=self.position, score=self.score, first=self.first, begin=self.begin, newest=self.seen - 1, prompt=prompt,
             prompt_length=self.prompt_length, queries=queries, scale=call.scale,
             jumbled=(self.filling and not prompt) or self.tail.strays,
-            read=weakly(self.everything), rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
+            read=weakly(self.laid_out), rope=self.session.rope, softcap=call.softcap, sink_logits=call.sinks,
             heads=self.heads, mass=mass, notes=self.notes, place=self.session.place(self.layer, self.layers),
         )  # fmt: skip
 
@@ -125,14 +121,14 @@ class Holding(Padded):
         """After a prompt: drop what is not kept, merge, compact, seal."""
         anew, idle = self.stack.representation.lossless or self.retention.merges, self.idle
         if self.pages is None or (keep is not None and anew):
-            k, v, position, _ = self.everything()
+            k, v = self.laid_out()
             if keep is not None and self.retention.merges:
                 folded = answers.folded(self.retention, seen, keep, (k.shape[2], v.shape[2]))
                 k, v = folded if idle is None else (
                     torch.where(over(idle, x), x, y) for x, y in zip((k, v), folded, strict=True)
                 )  # fmt: skip
             own = self.tail.k.dtype  # codes are decoded in more than the model has
-            self.rebuild(narrowed(k, own), narrowed(v, own), position, seen.score, keep, idle)
+            self.rebuild(narrowed(k, own), narrowed(v, own), self.position, seen.score, keep, idle)
         else:
             self.judge(seen, keep)
             if keep is not None:
@@ -312,12 +308,12 @@ class Holding(Padded):
 
     def reach(self) -> Int[Tensor, "row token"]:
         """The positions of what the last query read and is still held; -1 for none."""
-        return (self.saw or reached(self.units, self.pages, self.tail)).positions()
+        return (self.saw or reached(self.units, self.stored, self.tail)).positions()
 
     def note_reach(self, position: Int[Tensor, "row slot"] | None = None) -> None:
         """Before tokens move from the tail, whose `position` may be at hand, to pages: remember which the last query read."""
         if self.units is not None and self.saw is None:
-            self.saw = reached(self.units, self.pages, self.tail, position)
+            self.saw = reached(self.units, self.stored, self.tail, position)
 
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""

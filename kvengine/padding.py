@@ -45,6 +45,18 @@ class Padded:
     moved: bool
 
     @property
+    def stored(self) -> Pages | None:
+        """The pages, if there is anything in them."""
+        pages = self.pages
+        return pages if pages is not None and pages.columns else None
+
+    @property
+    def position(self) -> Int[Tensor, "row token"]:
+        """Of what all slots hold, sealed ones first; -1 for no token."""
+        position, pages = self.tail.position[:, self.tail.span], self.stored
+        return position if pages is None else torch.cat([pages.position, position], 1)
+
+    @property
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
@@ -141,9 +153,7 @@ class Padded:
 
     def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
         """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
-        tail, pages = self.tail, self.pages
-        position = tail.position[:, tail.span]
-        position = position if pages is None else torch.cat([pages.position, position], 1)
+        tail, pages, position = self.tail, self.stored, self.position
         gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
         judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
         if self.moved:
@@ -158,7 +168,7 @@ class Padded:
         if self.moved or not bool(gone.any()):
             return
         n = 0 if pages is None else len(pages)
-        if pages is not None and n:
+        if pages is not None:
             pages.judge(pages.score, ~gone[:, :n])
         tail.judge(tail.scores(tail.span), ~gone[:, n:])
         self.padded = True

@@ -151,8 +151,8 @@ class Verdicts(Evidence):
 
     def drop(self, rule: Rule, mass: Float[Tensor, "row group token"] | None) -> None:
         """Judge what is held by a rule, in place."""
-        tail, pages, span = self.tail, self.pages, self.tail.span
-        if pages is not None and len(pages):
+        tail, pages, span = self.tail, self.stored, self.tail.span
+        if pages is not None:
             pages.own()
             rule, pages.clean = self.paged_rule(pages) or rule, False
         merges = isinstance(rule, Merged)
