@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvengine import latent
-from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
-from kvengine.fixed import FixedLayer, check_kind, refusal
+from kvengine.errors import CacheError, ModelError
+from kvengine.fixed import FixedLayer, check_kind
 from kvengine.hf.brought import Brought
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import uncollected, wraps
@@ -370,12 +370,10 @@ def compile_decode(model: PreTrainedModel, how: How | None = None, fuse: bool = 
         raise ModelError("a compiled decoder needs a patched model; call kvengine.patch(model) first")
     if STATE not in vars(model):
         raise ModelError(f"{type(model).__name__} wraps a patched model; give {wraps(model)}")
-    stack = getattr(model, STATE).chosen.stack
-    if (why := refusal(stack)) is not None:
-        raise UnsupportedPolicy(f"a decode step of '{stack}' cannot be recorded: {why}. Decode without it")
-    check_model(model, cache := EngineCache(model))
+    cache = EngineCache(model)
     for layer in cache.engines:
         check_kind(layer)
+    check_model(model, cache)
     cuda = model.device.type == "cuda"
     how = how or ("graph" if cuda else "eager")
     if how not in ("graph", "trace", "eager"):
