@@ -18,6 +18,7 @@ from kvengine.beside import Beside
 from kvengine.compaction import fill_up, shed
 from kvengine.joint import join
 from kvengine.kernels.step import Rule
+from kvengine.nested import Nested
 from kvengine.offload.placement import Site
 from kvengine.padding import Padded, over
 from kvengine.pages import Pages
@@ -28,7 +29,7 @@ from kvengine.saliency import Saliency
 from kvengine.session import Call, Session, weakly
 from kvengine.stack import Stack
 from kvengine.strays import bring_in, stand_before, strays
-from kvengine.tail import GROWTH, Nested, Tail
+from kvengine.tail import GROWTH, Tail
 from kvengine.tokens import grouped, narrowed, pack, part, take, taken
 
 

@@ -29,6 +29,7 @@ from kvengine.hf.layer import EngineLayer
 from kvengine.hf.rewind import check_between
 from kvengine.joint import Joint
 from kvengine.lane import Lane
+from kvengine.nested import Nested
 from kvengine.offload.cachegen import Identity, lossless
 from kvengine.offload.cachegen.codec import DTYPES, check_identity
 from kvengine.offload.cachegen.coder import backend
@@ -39,7 +40,7 @@ from kvengine.reach import Reach
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import beside, check_same_rows, restore, restore_shift
 from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
-from kvengine.tail import Nested, Tail
+from kvengine.tail import Tail
 from kvengine.text import Text
 
 FORMAT = 1
