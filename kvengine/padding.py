@@ -45,18 +45,6 @@ class Padded:
     moved: bool
 
     @property
-    def stored(self) -> Pages | None:
-        """The pages, if there is anything in them."""
-        pages = self.pages
-        return pages if pages is not None and pages.columns else None
-
-    @property
-    def position(self) -> Int[Tensor, "row token"]:
-        """Of what all slots hold, sealed ones first; -1 for no token."""
-        position, pages = self.tail.position[:, self.tail.span], self.stored
-        return position if pages is None else torch.cat([pages.position, position], 1)
-
-    @property
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
@@ -150,28 +138,6 @@ class Padded:
             self.move(-others * late)
         self.first, self.begin = (torch.where(late, x, x - others) for x in (self.first, self.begin))
         self.seen, self.whole, self.due = self.seen - 1, False, 0
-
-    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
-        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
-        tail, pages, position = self.tail, self.stored, self.position
-        gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
-        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
-        if self.moved:
-            unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
-        else:
-            unknown = not tail.exact and bool(hidden[:, :judged].any())
-        if unknown:
-            raise CacheError(
-                f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
-                "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
-            )
-        if self.moved or not bool(gone.any()):
-            return
-        n = 0 if pages is None else len(pages)
-        if pages is not None:
-            pages.judge(pages.score, ~gone[:, :n])
-        tail.judge(tail.scores(tail.span), ~gone[:, n:])
-        self.padded = True
 
     def order_for(self, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"] | None:
         """The order in which to `enter` such a chunk, so that a row's tokens stay one after the other."""
