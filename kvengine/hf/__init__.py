@@ -1,6 +1,7 @@
 """The engine in Hugging Face models. Beside the speculative loops and the evaluation, nothing else imports transformers.
 
-    patch        patching.py puts the seams into a model, once trial.py, rope.py and devices.py have found out what it does
+    patch        patching.py puts the seams into a model, once trial.py, rope.py and devices.py have found out what it does;
+                 enterable.py refuses models, fitting.py policies that a model cannot do
     cache        cache.py is a transformers cache of layers of the engine (layer.py) and of transformers' own: of states
                  (states.py, ragged.py), of windows (window.py, held_window.py), of images (cross.py); indexed.py keeps a
                  model's own index, shared_index.py that of layers that read another's latents, packed_index.py one of

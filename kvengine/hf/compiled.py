@@ -29,10 +29,10 @@ from kvengine import latent
 from kvengine.errors import CacheError, ModelError
 from kvengine.fixed import FixedLayer, check_kind
 from kvengine.hf.brought import Brought
-from kvengine.hf.cache import EngineCache
+from kvengine.hf.cache import STATE, EngineCache
 from kvengine.hf.devices import uncollected, wraps
 from kvengine.hf.fused import Fused
-from kvengine.hf.generate import STATE, Decoder, check_mode
+from kvengine.hf.generate import Decoder, check_mode
 from kvengine.hf.held_index import HeldIndex, held_index
 from kvengine.hf.held_window import HeldWindow, can_hold
 from kvengine.hf.names import CACHE

@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvengine.errors import ModelError
 from kvengine.hf import parts
-from kvengine.hf.cache import EngineCache
+from kvengine.hf.cache import STATE, EngineCache
 from kvengine.hf.drafts import unpatch_drafter
 from kvengine.hf.ended import Ends, behind
 from kvengine.hf.forward import PREPARED, refuse_batching, refuse_static
@@ -31,7 +31,6 @@ from kvengine.hf.rope_deltas import SAID, note, positions
 from kvengine.hf.states import Aside, has_states
 from kvengine.stack import Stack
 
-STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 CHUNKS = 5, 21  # the first transformers whose chunked reading begins behind what is cached
 OLD_PEFT = 0, 21, 2  # the last that knows a cache by its older name only
 OWN = "{} makes caches in a way of its own, and the engine has no place there; call kvengine.unpatch(model)"
