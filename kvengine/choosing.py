@@ -38,7 +38,7 @@ class Choosing(Verdicts):
 
     def scan(self, pages: Pages, call: Call, q: Tensor) -> Float[Tensor, "row group token"] | None:
         """Logits of all sealed keys; what attention finds in the same reading is `scanned`. None if they are read twice."""
-        pages.coarse, found = self.session.coarse, None
+        found = None
         if not self.scans(pages):
             pass
         elif pages.pool.once:

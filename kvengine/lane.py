@@ -269,8 +269,8 @@ class Lane(Quick):
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> Callable[[], State]:
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
-        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
+        self.units, self.saw = self.select(pages, q, call), None
         shift, scanned, self.scanned = self.shift(), self.scanned, None
         if scanned is not None and self.units is None and shift is None and not mass:
             return lambda: scanned

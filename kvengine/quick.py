@@ -77,8 +77,8 @@ class Quick(Choosing):
 
     def chosen(self, pages: Pages, q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | Far | Fetched | None:
         """What this token reads of the pages, as `Tail.step` takes it."""
-        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
+        self.units, self.saw = self.select(pages, q, call), None
         if self.thins:
             pages.own()
         return self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
