@@ -96,21 +96,21 @@ class Holding(Padded):
         `dtype`: what codes become, which are decoded in more than the model has and are not all there at once; None: the least
         that holds them.
         """
-        k, v = self.tail.k[:, self.tail.span], self.tail.v[:, self.tail.span]
-        pages, v = self.stored, v if values else v[..., :0]
+        pages, span = self.stored, self.tail.span
+        k, v = self.tail.k[:, span], self.tail.v[:, span] if values else self.tail.v[:, span, :0]
         return (k, v) if pages is None else pages.in_front_of(k, v, dtype)
 
     @property
     def position(self) -> Int[Tensor, "row token"]:
         """Of what all slots hold, sealed ones first; -1 for no token."""
-        position, pages = self.tail.position[:, self.tail.span], self.stored
-        return position if pages is None else torch.cat([pages.position, position], 1)
+        position = self.tail.position[:, self.tail.span]
+        return position if self.pages is None else torch.cat([self.pages.position, position], 1)
 
     @property
     def score(self) -> Float[Tensor, "row token"]:
         """Of all slots, sealed ones first."""
-        score, pages = self.tail.scores(self.tail.span), self.stored
-        return score if pages is None else torch.cat([pages.score, score], 1)
+        score = self.tail.scores(self.tail.span)
+        return score if self.pages is None else torch.cat([self.pages.score, score], 1)
 
     def show(self, queries: Tensor, mass: Tensor | None, call: Call, prompt: bool) -> Seen:
         return Seen(

@@ -239,8 +239,8 @@ class Lane(Quick):
 
     def open_slots(self) -> tuple[Tensor, Tensor]:
         """The tail's keys as they are to be read, and its values."""
-        k, v = self.tail.k[:, self.tail.span], self.tail.v[:, self.tail.span]
-        shift = self.shift()
+        span, shift = self.tail.span, self.shift()
+        k, v = self.tail.k[:, span], self.tail.v[:, span]
         return (k if shift is None else self.turned(k, shift[:, shift.shape[1] - k.shape[1] :])), v
 
     def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:

@@ -275,11 +275,12 @@ class Tail:
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set the scores of the used slots, and empty those that are not kept."""
         self.own_small()
+        span = self.span
         if self.scored:
-            self.score[:, self.span] = score
+            self.score[:, span] = score
         if keep is not None:
             self.place()
-            self.position[:, self.span].masked_fill_(~keep, -1)
+            self._position[:, span].masked_fill_(~keep, -1)
             self.clean = False
 
     def own_small(self) -> None:
