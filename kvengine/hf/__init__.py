@@ -9,8 +9,8 @@
     a pass       forward.py lends it a cache, mask.py the rule of its mask (shown.py: which a model reads and
                  narrows, shown_places.py), attention.py computes, replay.py reads a prompt again
     generate     generate.py says what it asks for; parts.py reads prompts in parts, ended.py has rows end before others
-    recording    recordable.py refuses what cannot be, compiled.py replays one recorded step, held_index.py holds a model's own
-                 index still for it, fused.py compiles what lies between two layers' attention
+    recording    recordable.py refuses what cannot be, compiled.py replays one recorded step (steps.py), held_index.py holds a
+                 model's own index still for it, fused.py compiles what lies between two layers' attention
 
 What versions and models do differently has files of its own: names.py, places.py, brought.py, previous.py, rope_deltas.py,
 drafts.py.

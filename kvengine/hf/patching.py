@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 from kvengine.errors import ModelError
 from kvengine.hf.attention import Seam, engine_attention
 from kvengine.hf.cache import NAME, STATE, Chosen, EngineCache
-from kvengine.hf.compiled import How, compile_decode
+from kvengine.hf.compiled import compile_decode
 from kvengine.hf.devices import device_of, wraps
 from kvengine.hf.enterable import attention_modules, check_attention, check_layers, check_model
 from kvengine.hf.fitting import check_stack
@@ -43,6 +43,7 @@ from kvengine.hf.rope import rope_for
 from kvengine.hf.rope_deltas import hook_shifts
 from kvengine.hf.shown import ShownMask, mask_of
 from kvengine.hf.shown_places import hook_places
+from kvengine.hf.steps import How
 from kvengine.hf.trial import check_modules
 from kvengine.stack import Stack
 
