@@ -10,7 +10,8 @@
                    strays.py close holes
     reading it     attending.py: what lies side by side; page_reads.py and beside.py: pages; reach.py says what was read
     recorded       fixed.py and fixed_lane.py hold a cache still, so that a step can be replayed
-    afterwards     stats.py counts, saved.py keeps sessions, prefix.py prompts' beginnings, recover.py survives lost pages
+    afterwards     stats.py counts, saved.py keeps sessions (saved_state.py writes them down), prefix.py prompts' beginnings,
+                   recover.py survives lost pages
 
 `speculative/` drafts and judges; cli.py is the command.
 """
