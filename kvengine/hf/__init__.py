@@ -8,7 +8,8 @@
                  groups of tokens; rewind.py goes back; forgetful.py refuses passes that would lose states
     a pass       forward.py lends it a cache, mask.py the rule of its mask (shown.py: which a model reads and
                  narrows, shown_places.py), attention.py computes, replay.py reads a prompt again
-    generate     generate.py says what it asks for; parts.py reads prompts in parts, ended.py has rows end before others
+    generate     generate.py says what it asks for; parts.py reads prompts in parts, ended.py has rows end before others,
+                 outgrown.py begins texts again that are too long for their first rotation
     recording    recordable.py refuses what cannot be, compiled.py replays one recorded step (steps.py), held_index.py holds a
                  model's own index still for it, fused.py compiles what lies between two layers' attention
 

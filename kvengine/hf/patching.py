@@ -30,10 +30,11 @@ from kvengine.hf.enterable import attention_modules, check_attention, check_laye
 from kvengine.hf.fitting import check_stack
 from kvengine.hf.forgetful import hook_forgetful
 from kvengine.hf.forward import hook_passes, hook_vectors
-from kvengine.hf.generate import METHODS, PREPARING, RECORDING, Method
+from kvengine.hf.generate import METHODS, RECORDING, Method
 from kvengine.hf.interrupted import hook_led
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import CACHE
+from kvengine.hf.outgrown import PREPARING
 from kvengine.hf.packed_index import hook_groups, hook_packed
 from kvengine.hf.parts import check_size
 from kvengine.hf.parts import check_stack as check_parts
