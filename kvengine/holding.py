@@ -86,6 +86,11 @@ class Holding(Padded):
         pages = self.pages
         return pages if pages is not None and pages.columns else None
 
+    @property
+    def clean(self) -> bool:
+        """Whether every slot holds a token."""
+        return self.tail.clean and (self.pages is None or self.pages.clean)
+
     def everything(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys, values, positions and scores of all slots, sealed ones first."""
         return (*self.laid_out(), self.position, self.score)

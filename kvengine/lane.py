@@ -104,20 +104,19 @@ class Lane(Quick):
         shift, position = self.shift(), self.position
         k, v = self.laid_out(q.dtype if shift is None and not torch.is_grad_enabled() else None)
         k, v = narrowed(self.turned(k, shift), q.dtype), narrowed(v, q.dtype)
-        clean = self.tail.clean and (self.pages is None or self.pages.clean)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:
-            return attending.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call, self.tally)
+            return attending.chosen(q, k, v, position, self.clean, self.stack.prefill, n - some, call, self.tally)
         if band is not None:
             held = k.shape[1] - (n - some)
             self.tally.add(len(q), held - some, held, pairs(band_spans(some, held, band), some, held) if some else None)
             self.tally.add(len(q), held, k.shape[1])
         if band is None or some in (0, n):
-            return attending.by_slot(q, k, v, position, clean, *call.constants, band if some else None)
+            return attending.by_slot(q, k, v, position, self.clean, *call.constants, band if some else None)
         first = attending.by_slot(
-            q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call.constants, band
+            q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], self.clean, *call.constants, band
         )
-        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, clean, *call.constants)], 2)
+        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, self.clean, *call.constants)], 2)
 
     def resume(
         self,

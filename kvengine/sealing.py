@@ -57,7 +57,7 @@ class Sealing(Holding):
         idle: Bool[Tensor, "row"] | None = None,
     ) -> None:
         """Hold exactly these tokens, compactly. Pages of `idle` rows stay as they are."""
-        clean = self.tail.clean and (self.pages is None or self.pages.clean)
+        clean = self.clean
         if self.pages is None or idle is None:
             self.pages = None
         else:
