@@ -13,7 +13,6 @@ from kvengine.beside import Beside
 from kvengine.errors import CacheError
 from kvengine.kernels.step import Rule
 from kvengine.nested import Nested
-from kvengine.padding import Padded
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention, Seen
 from kvengine.reach import Reach, reached
@@ -24,7 +23,7 @@ from kvengine.tail import Tail
 from kvengine.tokens import grouped
 
 
-class Holding(Padded):
+class Holding:
     def __init__(
         self,
         stack: Stack,
@@ -156,22 +155,6 @@ class Holding(Padded):
         tail.judge(tail.scores(tail.span), ~gone[:, n:])
         self.padded = True
 
-    def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
-        if valid is not None:
-            self.pad(valid)
-        position = self.positions(k.shape[1], valid)
-        if self.filling:
-            self.tail.fill(k, v, position)
-        else:
-            self.tail.append(k, v, position, valid is None)
-        self.seen += k.shape[1]
-        self.firm = self.firm if valid is None else self.seen
-        if valid is None or not self.stack.paged:
-            self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
-        else:
-            self.tail.line_up(~valid)
-            self.lengths = grouped(self.open() + valid.sum(1))
-
     @property
     def filling(self) -> bool:
         """Whether the next token takes a slot that became free: slots do not lie by age any more."""
@@ -185,6 +168,15 @@ class Holding(Padded):
         """Before tokens move from the tail, whose `position` may be at hand, to pages: remember which the last query read."""
         if self.units is not None and self.saw is None:
             self.saw = reached(self.units, self.stored, self.tail, position)
+
+    def open(self) -> Int[Tensor, "row"] | int:
+        """Slots of each row's tail."""
+        if len(self.lengths) == 1:
+            return self.lengths[0][0]
+        out = torch.empty_like(self.first)
+        for n, rows in self.lengths:
+            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
+        return out
 
     def rows(self, index: Int[Tensor, "chosen"]) -> None:
         """Become the given rows (beam search, batch selection)."""

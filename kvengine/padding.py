@@ -11,38 +11,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.pages import Pages
+from kvengine.holding import Holding
 from kvengine.policies.retention import Notes, Retention
-from kvengine.saliency import Saliency
-from kvengine.session import Session
-from kvengine.stack import Stack
-from kvengine.tail import Tail
 from kvengine.tokens import padding_first
 
 
-class Padded:
-    """The part of a lane that knows of padding; the attributes are `Holding`'s."""
-
-    stack: Stack
-    session: Session
-    retention: Retention
-    tail: Tail
-    lengths: list[tuple[int, Tensor | None]]
-    pages: Pages | None
-    seen: int
-    first: Int[Tensor, "row"]
-    begin: Int[Tensor, "row"]
-    former: Int[Tensor, "row"]
-    judged: int | Tensor
-    whole: bool
-    reading: bool
-    turn: int
-    past: Notes
-    ahead: Int[Tensor, "row"] | None
-    saliency: Saliency | None
-    notes: Notes
-    padded: bool
-    moved: bool
+class Padded(Holding):
+    """The part of a lane that knows of padding."""
 
     @property
     def weighs(self) -> bool:
@@ -88,15 +63,6 @@ class Padded:
             return None
         found = self.begin == self.seen
         return found if bool(found.any()) else None
-
-    def open(self) -> Int[Tensor, "row"] | int:
-        """Slots of each row's tail."""
-        if len(self.lengths) == 1:
-            return self.lengths[0][0]
-        out = torch.empty_like(self.first)
-        for n, rows in self.lengths:
-            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
-        return out
 
     def earlier(self, slots: int) -> Bool[Tensor, "row slot"]:
         """Which of the last slots were a row's tail before the prompt."""

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.compaction import fill_up, shed
-from kvengine.holding import Holding
 from kvengine.joint import join
 from kvengine.offload.placement import Site
-from kvengine.padding import over
+from kvengine.padding import Padded, over
 from kvengine.pages import Pages
 from kvengine.policies.retention import Seen
 from kvengine.pool import Pool
@@ -24,7 +23,7 @@ from kvengine.tail import GROWTH
 from kvengine.tokens import grouped, narrowed, pack, part, take, taken
 
 
-class Sealing(Holding):
+class Sealing(Padded):
     """The part of a lane that compacts, seals, and closes holes."""
 
     def settle(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
@@ -186,6 +185,22 @@ class Sealing(Holding):
         most = int(self.prompt_length.max())
         site = Site(self.layer, self.number, len(self.first), most, s.page // per, share, session.ahead)
         return Pool(s.placement, site, per)
+
+    def add(self, k: Tensor, v: Tensor, valid: Tensor | None) -> None:
+        if valid is not None:
+            self.pad(valid)
+        position = self.positions(k.shape[1], valid)
+        if self.filling:
+            self.tail.fill(k, v, position)
+        else:
+            self.tail.append(k, v, position, valid is None)
+        self.seen += k.shape[1]
+        self.firm = self.firm if valid is None else self.seen
+        if valid is None or not self.stack.paged:
+            self.lengths = [(n + k.shape[1], rows) for n, rows in self.lengths]
+        else:
+            self.tail.line_up(~valid)
+            self.lengths = grouped(self.open() + valid.sum(1))
 
     def seal(self) -> None:
         """Seal the oldest page of the rows whose tail overflows."""
