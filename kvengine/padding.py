@@ -6,6 +6,8 @@ comes later counts as if it had come before them too, so that they stay one afte
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -19,7 +21,7 @@ from kvengine.tokens import padding_first
 class Padded(Holding):
     """The part of a lane that knows of padding."""
 
-    @property
+    @cached_property
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention

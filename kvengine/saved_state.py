@@ -39,7 +39,7 @@ OUTSIDE = {  # attributes that are made anew, or saved under their own heading
     Lane: {
         "stack", "retention", "session", "layer", "layers", "number", "heads", "part", "inner", "tail", "pages", "marks",
         "plain", "rolls", "thins", "pays", "cached_rule", "reads", "launched", "beside", "repeated", "waits", "due", "tally",
-        "scanned",
+        "scanned", "weighs",
     },
     LayerCache: {"stack", "layer", "layers", "session", "parts", "readers", "named"},
     Tail: {"shared", "scored", "ready", "paged_slots"},
