@@ -15,8 +15,7 @@ import torch
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.engine import CacheSession
-from kvengine.hf.cache import EngineCache
-from kvengine.hf.patching import STATE
+from kvengine.hf.cache import STATE, EngineCache
 
 
 def loglikelihoods(

@@ -3,13 +3,15 @@
     a model        hf/ patches it and is the cache that it sees; text.py and replay.py have a prompt read again
     a layer        cache.py splits its KV heads (heads.py) into lanes, by policy (stack.py, presets.py); shared keys: readers.py,
                    latent.py; session.py: what layers share
-    a lane         lane.py takes tokens. Its bases, one upon the other: padding.py, holding.py (what it holds), recall.py (how it
-                   goes back), evidence.py (what queries say), verdicts.py (when it judges), choosing.py (what is read;
-                   named.py: what a model names itself)
-    what it holds  tail.py, the newest tokens, exact; pages.py, what is sealed, in pool.py; compaction.py, strays.py close holes
+    a lane         lane.py takes tokens. Its bases, one upon the other: holding.py (what it holds), padding.py, sealing.py (how
+                   that becomes pages), recall.py (how it goes back), evidence.py (what queries say), verdicts.py (when it
+                   judges), choosing.py (what is read; named.py: what a model names itself), quick.py (a token in one call)
+    what it holds  tail.py (of latents: nested.py), the newest tokens, exact; pages.py, what is sealed, in pool.py; compaction.py,
+                   strays.py close holes
     reading it     attending.py: what lies side by side; page_reads.py and beside.py: pages; reach.py says what was read
     recorded       fixed.py and fixed_lane.py hold a cache still, so that a step can be replayed
-    afterwards     stats.py counts, saved.py keeps sessions, prefix.py prompts' beginnings, recover.py survives lost pages
+    afterwards     stats.py counts, saved.py keeps sessions (saved_state.py writes them down), prefix.py prompts' beginnings,
+                   recover.py survives lost pages
 
 `speculative/` drafts and judges; cli.py is the command.
 """

@@ -32,13 +32,13 @@ class Choosing(Verdicts):
     def scans(self, pages: Pages | None) -> bool:
         """Whether one reading is to serve a choice and attention: of pages in tiers, which would be brought twice; of others
         where C can, and a long one, as a short one, made twice, takes less than a step in parts."""
-        if pages is None or not len(pages) or not self.stack.selection.scans(self.layer, self.layers):
+        if pages is None or not self.stack.selection.scans(self.layer, self.layers):
             return False
         return pages.pool.once or (self.first.is_cpu and len(pages) * self.tail.k.shape[-1] >= SCANNED)
 
     def scan(self, pages: Pages, call: Call, q: Tensor) -> Float[Tensor, "row group token"] | None:
         """Logits of all sealed keys; what attention finds in the same reading is `scanned`. None if they are read twice."""
-        pages.coarse, found = self.session.coarse, None
+        found = None
         if not self.scans(pages):
             pass
         elif pages.pool.once:

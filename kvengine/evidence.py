@@ -94,9 +94,7 @@ class Evidence(Recall):
         before: Float[Tensor, "row group earlier"] | None,
     ) -> Float[Tensor, "row group token"]:
         """Attention that each token receives from those of the queries that are `real` (padding's say nothing)."""
-        k, v, position, _ = self.tail.held()
-        if self.pages is not None and len(self.pages):
-            k, position = self.pages.in_front_of(k, v[..., :0])[0], torch.cat([self.pages.position, position], 1)
+        (k, _), position = self.laid_out(values=False), self.position
         by_slot, band = self.banded()
         if by_slot:
             slots = at - (self.seen - k.shape[1])

@@ -5,9 +5,8 @@ matter in which chunks it came. After it, tokens are *taken* as in decoding: att
 even when several come at once (a draft to verify, a question after `follow_up`), so that the order of events, and
 with it the result, is that of decoding. While `recording`, a state is remembered before each step, to roll back to.
 
-What it is to take a token is written in `step`. Most of a short step is Python between its parts; where none of them has
-to wait for another's answer, one kernel does them all: `at_once` if the tail is everything, `quick_paged` if pages are
-beside it. `quick` tries these, and whoever gets None from it calls `take`.
+What it is to take a token is written in `step`; where one kernel can do all of that, `quick` does (`kvengine.quick`), and
+whoever gets None from it calls `take`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvengine import attending, named
-from kvengine.choosing import Choosing
 from kvengine.errors import CacheError
 from kvengine.gradients import live, watched
 from kvengine.kernels.attention import attention
 from kvengine.kernels.column_mass import blocks
-from kvengine.kernels.gpu.fetched import Fetched
-from kvengine.kernels.gpu.step import Far
 from kvengine.kernels.merge_states import merge_states, received
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.span_attention import Band, band_spans, pairs
 from kvengine.kernels.state import Into, State
 from kvengine.pages import Pages
 from kvengine.policies.retention import Retention
+from kvengine.quick import Quick
 from kvengine.session import Call
 from kvengine.tokens import breaks, narrowed
 
@@ -41,7 +38,7 @@ Steps = list[tuple[int, "Lane"]]
 """Tokens taken together, and the lane as it was when their queries asked."""
 
 
-class Lane(Choosing):
+class Lane(Quick):
     """What the heads of a lane hold, and how queries read it."""
 
     whole_tail: ClassVar[bool] = True  # a tail that is all there is may be read without a state to join
@@ -83,7 +80,7 @@ class Lane(Choosing):
         by_slot, band = self.banded()
         if by_slot and call.named is None:
             return watched(self.read_spans(q, call, band), self.tail, self.pages)
-        k, v, position, _ = self.everything()
+        (k, v), position = self.laid_out(), self.position
         k = self.turned(k, self.shift())
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         out = []
@@ -104,25 +101,22 @@ class Lane(Choosing):
 
         The chunk lies in the last slots.
         """
-        if (shift := self.shift()) is None and not torch.is_grad_enabled():
-            k, v, position = self.laid_out(q.dtype)
-        else:
-            k, v, position, _ = self.everything()
-            k, v = narrowed(self.turned(k, shift), q.dtype), narrowed(v, q.dtype)
-        clean = self.tail.clean and (self.pages is None or self.pages.clean)
+        shift, position = self.shift(), self.position
+        k, v = self.laid_out(q.dtype if shift is None and not torch.is_grad_enabled() else None)
+        k, v = narrowed(self.turned(k, shift), q.dtype), narrowed(v, q.dtype)
         some, n = max(0, min(q.shape[2], self.exact_from - self.seen + q.shape[2])), q.shape[2]
         if self.stack.prefill.chooses:
-            return attending.chosen(q, k, v, position, clean, self.stack.prefill, n - some, call, self.tally)
+            return attending.chosen(q, k, v, position, self.clean, self.stack.prefill, n - some, call, self.tally)
         if band is not None:
             held = k.shape[1] - (n - some)
             self.tally.add(len(q), held - some, held, pairs(band_spans(some, held, band), some, held) if some else None)
             self.tally.add(len(q), held, k.shape[1])
         if band is None or some in (0, n):
-            return attending.by_slot(q, k, v, position, clean, *call.constants, band if some else None)
+            return attending.by_slot(q, k, v, position, self.clean, *call.constants, band if some else None)
         first = attending.by_slot(
-            q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], clean, *call.constants, band
+            q[:, :, :some], k[:, :held], v[:, :held], position[:, :held], self.clean, *call.constants, band
         )
-        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, clean, *call.constants)], 2)
+        return torch.cat([first, attending.by_slot(q[:, :, some:], k, v, position, self.clean, *call.constants)], 2)
 
     def resume(
         self,
@@ -169,71 +163,6 @@ class Lane(Choosing):
             i += m
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
-    def quick(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`take` for one token of a lane that is `plain`, `rolls` or `pays`, in one call; None if that cannot be.
-
-        Heads may be rows, or there may be several in a row, [seq, head, 1, dim].
-        """
-        if self.reads:
-            return self.quick_paged(q, k, v, Call(scale))
-        once = self.rolls or self.pays or self.still_waits
-        if self.marks or not (self.plain or (once and not self.session.recording)):
-            return None
-        return self.at_once(q, k, v, scale)
-
-    def at_once(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Float[Tensor, "seq 1 q_head dim_v"] | None:
-        """`step` as one call, of a token of a lane without pages; None, and nothing done, where no kernel can."""
-        full = self.filling
-        if self.pays and not k.is_cpu and (not full or self.tail.slots() is None):  # nor is a rule made then
-            return None
-        rule = self.rule() if self.rolls or self.pays else None
-        if self.pays and rule is None:
-            return None
-        out = self.tail.step(q, k, v, self.session.place_of(self.seen, k), scale, full, rule)
-        if out is not None:
-            if self.waits:
-                self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
-            self.whole &= self.plain
-            self.since = self.seen
-            self.seen += 1
-            self.lengths = [(n + 1, rows) for n, rows in self.lengths]
-        return out
-
-    def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
-        """The same for a lane that `reads` pages too, or on a GPU has none yet. It may seal some of its tail then."""
-        pages, tail = self.pages, self.tail
-        stored = pages if pages is not None and len(pages) else None
-        if self.marks or self.session.recording or self.beside.refused or (stored is None and k.is_cpu):
-            return None
-        if self.scans(stored) or self.beside.refuses(stored) or not tail.takes(q, k, v):
-            return None
-        before, self.since = self.lengths, self.seen
-        self.seen, self.lengths = self.seen + 1, [(n + 1, rows) for n, rows in before]
-        far = None if stored is None else self.chosen(stored, q, k, v, call)
-        judged, at = None if k.is_cpu or not self.weighs else self.judged, self.session.place_of(self.since, k)
-        out = None
-        if far is not None or stored is None:
-            out = tail.step(q, k, v, at, call.scale, False, self.paged_rule(stored), far, judged)
-        if out is None:
-            self.seen, self.lengths = self.since, before
-            return None
-        if self.thins:
-            self.whole = False
-            if stored is not None:
-                stored.clean = False
-        if self.weighs and judged is None:
-            self.weigh(q.reshape(len(self.first), -1, 1, q.shape[-1]), None, call)
-        self.seal()
-        return out
-
-    def chosen(self, pages: Pages, q: Tensor, k: Tensor, v: Tensor, call: Call) -> int | Far | Fetched | None:
-        """What this token reads of the pages, as `Tail.step` takes it."""
-        self.units, self.saw = self.select(pages, q, call), None
-        pages.coarse = self.session.coarse
-        if self.thins:
-            pages.own()
-        return self.beside.reading(pages, self.units, k.shape[-1], v.shape[-1])
-
     def stride(self) -> int:
         """Tokens that may be taken together: up to the next one after which something changes."""
         selects = self.stack.selects and not self.session.dense
@@ -269,7 +198,7 @@ class Lane(Choosing):
 
     def attend(self, q: Tensor, call: Call, mass: bool) -> tuple[Tensor, Float[Tensor, "row group token"] | None]:
         k, v = self.open_slots()
-        stored = self.pages if self.pages is not None and len(self.pages) else None
+        stored = self.stored
         told = q.is_cuda and q.shape[2] == 1 and not self.tail.clean  # whom it sees, by positions: no mask is made
         if stored is None and not mass and call.bare and self.whole_tail and not told:
             ordered = self.tail.clean and not self.retention.decodes  # slots are, as their tokens
@@ -305,16 +234,13 @@ class Lane(Choosing):
         r = self.retention
         if self.whole or type(r).shift is Retention.shift or not r.needs_rope:
             return None
-        position = self.tail.position[:, self.tail.span]
-        if self.pages is not None:
-            position = torch.cat([self.pages.position, position], 1)
-        return self.retention.shift(position, self.first)
+        return self.retention.shift(self.position, self.first)
 
     def open_slots(self) -> tuple[Tensor, Tensor]:
         """The tail's keys as they are to be read, and its values."""
-        k, v = self.tail.k[:, self.tail.span], self.tail.v[:, self.tail.span]
-        shift = self.shift()
-        return self.turned(k, shift if shift is None else shift[:, shift.shape[1] - k.shape[1] :]), v
+        span, shift = self.tail.span, self.shift()
+        k, v = self.tail.k[:, span], self.tail.v[:, span]
+        return (k if shift is None else self.turned(k, shift[:, shift.shape[1] - k.shape[1] :])), v
 
     def turned(self, k: Float[Tensor, "row token dim"], shift: Int[Tensor, "row token"] | None) -> Tensor:
         if shift is None:
@@ -336,14 +262,14 @@ class Lane(Choosing):
         tail = self.tail
         visible = None if tail.clean else (tail.position[:, None, tail.span] >= 0).expand(-1, q.shape[2], -1)
         parts = [attention(q, k, v, visible, call.scale, softcap=call.softcap)] if len(tail) else []
-        if self.pages is not None and len(self.pages):
-            parts.append(self.attend_pages(self.pages, q, call, False)())
+        if (stored := self.stored) is not None:
+            parts.append(self.attend_pages(stored, q, call, False)())
         return merge_states(parts)
 
     def attend_pages(self, pages: Pages, q: Tensor, call: Call, mass: bool) -> Callable[[], State]:
         """Choose what to read and, where it is not on the device, have it fetched; the result attends to it."""
-        self.units, self.saw = self.select(pages, q, call), None
         pages.coarse = self.session.coarse
+        self.units, self.saw = self.select(pages, q, call), None
         shift, scanned, self.scanned = self.shift(), self.scanned, None
         if scanned is not None and self.units is None and shift is None and not mass:
             return lambda: scanned

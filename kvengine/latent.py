@@ -25,9 +25,9 @@ from kvengine.cache import LayerCache, Stock
 from kvengine.errors import UnsupportedPolicy
 from kvengine.kernels.attention import attention
 from kvengine.kernels.dispatch import DENSE_DIM, beyond, chosen
+from kvengine.nested import nested, valueless
 from kvengine.session import Call
 from kvengine.stack import Stack
-from kvengine.tail import nested, valueless
 
 UNKNOWN = (
     "only 'full' works here, and no recording: the weights that make keys of latents are quantised, off-loaded or have "

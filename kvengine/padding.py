@@ -6,45 +6,22 @@ comes later counts as if it had come before them too, so that they stay one afte
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvengine.errors import CacheError
-from kvengine.pages import Pages
+from kvengine.holding import Holding
 from kvengine.policies.retention import Notes, Retention
-from kvengine.saliency import Saliency
-from kvengine.session import Session
-from kvengine.stack import Stack
-from kvengine.tail import Tail
 from kvengine.tokens import padding_first
 
 
-class Padded:
-    """The part of a lane that knows of padding; the attributes are `Holding`'s."""
+class Padded(Holding):
+    """The part of a lane that knows of padding."""
 
-    stack: Stack
-    session: Session
-    retention: Retention
-    tail: Tail
-    lengths: list[tuple[int, Tensor | None]]
-    pages: Pages | None
-    seen: int
-    first: Int[Tensor, "row"]
-    begin: Int[Tensor, "row"]
-    former: Int[Tensor, "row"]
-    judged: int | Tensor
-    whole: bool
-    reading: bool
-    turn: int
-    past: Notes
-    ahead: Int[Tensor, "row"] | None
-    saliency: Saliency | None
-    notes: Notes
-    padded: bool
-    moved: bool
-
-    @property
+    @cached_property
     def weighs(self) -> bool:
         """Whether the representation asks for saliency, and the retention has no evidence of that kind itself."""
         r = self.retention
@@ -89,15 +66,6 @@ class Padded:
         found = self.begin == self.seen
         return found if bool(found.any()) else None
 
-    def open(self) -> Int[Tensor, "row"] | int:
-        """Slots of each row's tail."""
-        if len(self.lengths) == 1:
-            return self.lengths[0][0]
-        out = torch.empty_like(self.first)
-        for n, rows in self.lengths:
-            out.index_fill_(0, torch.arange(len(out), device=out.device) if rows is None else rows, n)
-        return out
-
     def earlier(self, slots: int) -> Bool[Tensor, "row slot"]:
         """Which of the last slots were a row's tail before the prompt."""
         at = torch.arange(slots, device=self.first.device)[None]
@@ -138,30 +106,6 @@ class Padded:
             self.move(-others * late)
         self.first, self.begin = (torch.where(late, x, x - others) for x in (self.first, self.begin))
         self.seen, self.whole, self.due = self.seen - 1, False, 0
-
-    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
-        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
-        tail, pages = self.tail, self.pages
-        position = tail.position[:, tail.span]
-        position = position if pages is None else torch.cat([pages.position, position], 1)
-        gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
-        judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
-        if self.moved:
-            unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
-        else:
-            unknown = not tail.exact and bool(hidden[:, :judged].any())
-        if unknown:
-            raise CacheError(
-                f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
-                "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
-            )
-        if self.moved or not bool(gone.any()):
-            return
-        n = 0 if pages is None else len(pages)
-        if pages is not None and n:
-            pages.judge(pages.score, ~gone[:, :n])
-        tail.judge(tail.scores(tail.span), ~gone[:, n:])
-        self.padded = True
 
     def order_for(self, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"] | None:
         """The order in which to `enter` such a chunk, so that a row's tokens stay one after the other."""

@@ -111,7 +111,7 @@ class Readable(User):
         if (fields := self.readable(None)) is None:
             return None
         where = self.table, self.position
-        return key_logits.in_place(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
+        return key_logits.key_logits(q, fields, *where, page=self.page, scale=scale, codec=self.codec, dim_v=dim_v)
 
     def scan(
         self, q: Float[Tensor, "row group dim"], scale: float, dim_v: int

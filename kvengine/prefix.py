@@ -36,9 +36,8 @@ from kvengine import prefix_beside
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, StoreError
 from kvengine.fingerprint import check_maker, check_precision, check_whole, identity, state
 from kvengine.hf import parts
-from kvengine.hf.cache import EngineCache
+from kvengine.hf.cache import STATE, EngineCache
 from kvengine.hf.devices import layer_devices
-from kvengine.hf.generate import STATE
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
 from kvengine.hf.places import placed

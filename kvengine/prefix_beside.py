@@ -25,8 +25,8 @@ from kvengine.offload.cachegen import Identity
 from kvengine.offload.cachegen.codec import check_identity
 from kvengine.offload.container import pack, read_bytes
 from kvengine.readers import sources
-from kvengine.saved import Reader, Writer, garbled
 from kvengine.saved_beside import check_same_rows, restore
+from kvengine.saved_state import Reader, Writer, garbled
 from kvengine.sound import expect
 
 FORMAT = 1

@@ -50,6 +50,6 @@ def reached(
     """What a query reads of these now. `position`: of all of the tail's slots, if they are at hand."""
     near = (tail.position if position is None else position)[:, tail.span]
     near = near.clone() if tail.placed else near  # else they are made at each time, and nobody writes there
-    if pages is None or not len(pages):
+    if pages is None:
         return Reach(units, None, near, 1)
     return Reach(units, pages.position, near, pages.selection.unit)

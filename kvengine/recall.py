@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvengine import policies
 from kvengine.errors import CacheError
-from kvengine.holding import Holding
 from kvengine.pages import Pages
 from kvengine.policies.retention import Notes, Retention
+from kvengine.sealing import Sealing
 from kvengine.tail import Tail
 
 Lane = TypeVar("Lane", bound="Recall")  # `Self` is more than what checks signatures at run time knows
@@ -50,7 +50,7 @@ class Mark:
     firm: int
 
 
-class Recall(Holding):
+class Recall(Sealing):
     """What a lane holds, and the states that it can go back to."""
 
     @cached_property

@@ -116,8 +116,7 @@ def reread(
         note(lane, lane.repeated, q, k, held_k, position, score, fed, valid, call, again)
     keys = torch.cat([narrowed(lane.turned(held_k, lane.shift()), q.dtype), k], 1)
     values = torch.cat([narrowed(held_v, q.dtype), v], 1)
-    clean = again.full and lane.tail.clean and (lane.pages is None or lane.pages.clean)
-    return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), clean, *call.constants)
+    return attending.by_slot(q, keys, values, torch.cat([position, fed], 1), again.full and lane.clean, *call.constants)
 
 
 def note(

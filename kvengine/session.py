@@ -185,7 +185,7 @@ class Session:
             self.loose = 0
 
 
-def weakly(everything: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+def weakly(read: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
     """Reads keys and values of what a lane holds by then, and does not keep the lane."""
-    found: Any = WeakMethod(everything)
-    return lambda: found()()[:2]  # type: ignore[no-any-return]
+    found: Any = WeakMethod(read)
+    return lambda: found()()  # type: ignore[no-any-return]

@@ -139,13 +139,13 @@ def attended(lane: Lane) -> Int[Tensor, "row"]:
 def lane_reads(lane: Lane, coarse: bool = False) -> int:
     """Bytes that one more decoded token reads of this lane, if it reads as many tokens as the last one did. `coarse`: without
     what the representation calls fine."""
-    tail, pages, asked = lane.tail, lane.pages, lane.asked
+    tail, pages, asked = lane.tail, lane.stored, lane.asked
     stored = [x for name, x in tail.tensors().items() if name != "score"]  # no slots of positions where order tells
     size = sum(x[:, tail.span].numel() * x.element_size() for x in stored)
     if asked is not None and len(tail) > named.FEW * asked.shape[1]:  # these alone are read
         there = named.among(asked[:, None], tail.position[:, tail.span], lane.seen)
         size = size * int(there.sum()) // there.numel()
-    if pages is None or not len(pages):
+    if pages is None:
         return size
     if lane.units is None and asked is None:
         joint = 0 if pages.joint is None else pages.joint.reads(None)

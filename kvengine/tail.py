@@ -275,11 +275,12 @@ class Tail:
     def judge(self, score: Float[Tensor, "row token"], keep: Bool[Tensor, "row token"] | None) -> None:
         """Set the scores of the used slots, and empty those that are not kept."""
         self.own_small()
+        span = self.span
         if self.scored:
-            self.score[:, self.span] = score
+            self.score[:, span] = score
         if keep is not None:
             self.place()
-            self.position[:, self.span].masked_fill_(~keep, -1)
+            self._position[:, span].masked_fill_(~keep, -1)
             self.clean = False
 
     def own_small(self) -> None:
@@ -353,45 +354,3 @@ class Tail:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v, "position": self._position, "score": self.score}
-
-
-class Nested(Tail):
-    """A tail whose values are the first `inner` channels of its keys, and held once."""
-
-    def __init__(self, inner: int, k: Tensor, v: Tensor, scored: bool = True, placed: bool = True) -> None:
-        self.inner = inner
-        super().__init__(k, v, scored, placed)
-
-    @property  # type: ignore[override]
-    def v(self) -> Float[Tensor, "row slot dim_v"]:
-        return self.k[..., : self.inner]
-
-    @v.setter
-    def v(self, new: Tensor) -> None:
-        """Nothing to keep: it is a part of the keys that come with it."""
-
-    def keep(self, k: Tensor, v: Tensor, slots: int) -> None:
-        self.k, self.ready = moved(k, slots), None
-
-    def slots(self) -> Slots | gpu.Slots | None:
-        """Not for a GPU, to which the view of the values would be another at every token."""
-        return super().slots() if self.k.is_cpu else None
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: x for name, x in super().tensors().items() if name != "v"}
-
-
-def nested(tail: Tail, inner: int) -> Nested:
-    """The same slots with values, so many first channels of the keys; they had none."""
-    own = {name: x for name, x in vars(tail).items() if name != "v"}
-    new: Nested = object.__new__(Nested)
-    vars(new).update(own, inner=inner, ready=None)
-    return new
-
-
-def valueless(tail: Tail) -> Tail:
-    """The same slots without."""
-    own = {name: x for name, x in vars(tail).items() if name != "inner"}
-    new: Tail = object.__new__(Tail)
-    vars(new).update(own, v=tail.k[..., :0], ready=None)
-    return new

@@ -4,7 +4,7 @@ Most methods that judge while decoding do so after every token. One that `waits`
 (`Retention.full`), by the last queries, which are noted as they come. Whether a row is full is a matter of what it holds
 and of nothing else; that none can be before `due` saves looking.
 
-    a prompt's end   finish -> conclude -> settle      (`kvengine.holding`: what is dropped, merged, compacted, sealed)
+    a prompt's end   finish -> conclude -> settle      (`kvengine.sealing`: what is dropped, merged, compacted, sealed)
                             |  waits for all layers, where they share a budget or replay (`kvengine.replay`), then conclude
     a decoded token  judge_step -> judge, or drop      by `keep`, or in place by a rule that kernels know
                      judge_step -> judge_full -> judge, compact        of one that waits
@@ -151,8 +151,8 @@ class Verdicts(Evidence):
 
     def drop(self, rule: Rule, mass: Float[Tensor, "row group token"] | None) -> None:
         """Judge what is held by a rule, in place."""
-        tail, pages, span = self.tail, self.pages, self.tail.span
-        if pages is not None and len(pages):
+        tail, pages, span = self.tail, self.stored, self.tail.span
+        if pages is not None:
             pages.own()
             rule, pages.clean = self.paged_rule(pages) or rule, False
         merges = isinstance(rule, Merged)
@@ -223,7 +223,7 @@ class Verdicts(Evidence):
     def compact(self, rows: Bool[Tensor, "row"]) -> None:
         """After a verdict of these rows, whose pages a selection reads: what it left in them moves together.
 
-        Here and not where somebody makes room (`Holding.tidy`), as what is read later follows from it.
+        Here and not where somebody makes room (`Sealing.tidy`), as what is read later follows from it.
         """
         if self.pages is not None and self.stack.selects:
             self.note_reach()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from kvengine.hf.compiled import Steps
+from kvengine.hf.steps import Steps
 from kvengine.kernels.gpu import chip
 from kvengine.kernels.streams import _kept
 

@@ -10,8 +10,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import kvengine
 from kvengine.errors import PolicyError, UnsupportedPolicy
-from kvengine.hf.cache import EngineCache
-from kvengine.hf.patching import STATE
+from kvengine.hf.cache import STATE, EngineCache
 from kvengine.stack import Stack
 from tests.support import SHAPE, SMALL, Bare, greedy, llama, methods, one
 

@@ -87,7 +87,7 @@ def test_answers_are_those_of_pages_with_holes(stack: str, padding: int, monkeyp
     valid[1, :padding] = False
     made, merged = [], compaction.fill_up
     for fill_up in (merged, lambda pages, rows=None: None):
-        monkeypatch.setattr("kvengine.holding.fill_up", fill_up)
+        monkeypatch.setattr("kvengine.sealing.fill_up", fill_up)
         monkeypatch.setattr("kvengine.verdicts.fill_up", fill_up)
         bare = Bare(stack, rows=2, tokens=260)
         out = [bare.feed(60, valid)[:, -1:], *(bare.feed(1) for _ in range(200))]
@@ -309,7 +309,7 @@ def test_memory_of_pages_that_were_once_needed_is_given_back(form: str, monkeypa
     pages_of(bare).pool.ensure(60)
     much, before = pages_of(bare).pool, copy(pages_of(bare))
     twin = Bare(form.format("tova(budget=40, recent=8)"), rows=2, tokens=200)
-    monkeypatch.setattr("kvengine.holding.shed", lambda pages, fresh: fresh.__self__ is lane and shed(pages, fresh))
+    monkeypatch.setattr("kvengine.sealing.shed", lambda pages, fresh: fresh.__self__ is lane and shed(pages, fresh))
     twin.feed(90)
     keys, places = before.decoded()[0].clone(), before.table.clone()
     pages_of(bare).shared = True

@@ -25,7 +25,8 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer, refusal
 from kvengine.fixed_lane import FixedLane
-from kvengine.hf.compiled import CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
+from kvengine.hf.steps import Steps
 from kvengine.replay import rerun, tell
 from kvengine.rope import Rope
 from kvengine.session import Call
@@ -439,7 +440,7 @@ def test_warming_up_leaves_no_trace(text: str, model: Any, monkeypatch: pytest.M
 
     stream, side = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
     monkeypatch.setattr(Steps, "run", noted)
-    monkeypatch.setattr("kvengine.hf.compiled.side_stream", lambda device, purpose: side)
+    monkeypatch.setattr("kvengine.hf.steps.side_stream", lambda device, purpose: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda *a: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
@@ -468,7 +469,7 @@ def test_a_capture_that_fails_leaves_the_thread_on_its_stream(model: Any, monkey
         yield
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr("kvengine.hf.compiled.side_stream", lambda device, purpose: side)
+    monkeypatch.setattr("kvengine.hf.steps.side_stream", lambda device, purpose: side)
     stand_ins = {"current_stream": lambda *a: now[0], "stream": on, "graph": capture}
     for name, value in (stand_ins | {"CUDAGraph": FakeGraph}).items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -57,7 +57,7 @@ def test_a_cache_whose_holding_broke_off_goes_on_as_it_was(
         cache, twin = kvengine.EngineCache(model), kvengine.EngineCache(model)
         for each in (cache, twin):
             model(one()["input_ids"], cache=each)
-        monkeypatch.setattr("kvengine.hf.compiled.FixedLayer", second)
+        monkeypatch.setattr("kvengine.hf.steps.FixedLayer", second)
         with pytest.raises(error):
             kvengine.compile_decode(model, "eager").open(cache, 4)
         assert torch.equal(model(ids, cache=cache).logits, model(ids, cache=twin).logits)

@@ -13,9 +13,10 @@ from torch._dynamo.testing import CompileCounter
 
 import kvengine
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf.compiled import WARM, CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
 from kvengine.hf.fused import Fused
 from kvengine.hf.states import has_states, held_states
+from kvengine.hf.steps import WARM, Steps
 
 FAMILIES = ("qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "zamba2")
 STACKS = ["full", "snapkv(budget=12, window=4)", "quest(budget=12, page=4) + kivi(bits=4, group=4)", "h2o(budget=12)"]

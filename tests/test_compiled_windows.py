@@ -11,7 +11,8 @@ from torch import Tensor
 
 import kvengine
 from kvengine.errors import CacheError, UnsupportedPolicy
-from kvengine.hf.compiled import CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
+from kvengine.hf.steps import Steps
 
 FAMILIES = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "mistral_window")
 STACKS = [

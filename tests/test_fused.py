@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import kvengine
 from kvengine.errors import ModelError
+from kvengine.hf.cache import STATE
 from kvengine.hf.fused import Fused
-from kvengine.hf.generate import STATE
 
 POLICY = "quest(budget=24, page=4) + kivi(bits=4, group=8, residual=8)"
 

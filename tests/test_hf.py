@@ -9,8 +9,8 @@ from support import SMALL, Bare, greedy, llama, one, patched, prompts
 
 import kvengine
 from kvengine.errors import CacheError, ModelError, PolicyError, UnknownPolicy, UnsupportedPolicy
+from kvengine.hf.cache import STATE
 from kvengine.hf.names import CACHE
-from kvengine.hf.patching import STATE
 
 WAYS = {
     "greedy": {},

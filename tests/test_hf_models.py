@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, St
 
 import kvengine
 from kvengine.errors import CacheError, ModelError
+from kvengine.hf.cache import STATE
 from kvengine.hf.names import CACHE
-from kvengine.hf.patching import STATE
 
 POLICY = "streaming(sinks=2, recent=14)"
 

@@ -180,7 +180,9 @@ def test_a_recorded_generate_is_interrupted_while_rows_pause(monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h2o", "kivi", "quest", "rkv"])
-@pytest.mark.parametrize("file", ["/fixed.py", "/fixed_lane.py", "/hf/compiled.py", "/hf/ended.py", "/hf/generate.py"])
+@pytest.mark.parametrize(
+    "file", ["/fixed.py", "/fixed_lane.py", "/hf/compiled.py", "/hf/steps.py", "/hf/ended.py", "/hf/generate.py"]
+)
 def test_a_recorded_generate_is_interrupted_anywhere(name: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "ROOM", 4)
     interrupt(SMALL[name], 47 if "fixed" in file else 11, True, file)

@@ -17,7 +17,8 @@ from transformers import GenerationMixin, LlamaForCausalLM
 import kvengine
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
 from kvengine.hf import compiled
-from kvengine.hf.compiled import CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
+from kvengine.hf.steps import Steps
 from kvengine.speculative import TriForce
 
 NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,7 +17,7 @@ from support import SMALL, every, greedy, llama, patched, prompts
 from transformers import DynamicCache
 
 import kvengine
-from kvengine import saved
+from kvengine import saved, saved_state
 from kvengine.errors import CacheError, CorruptBitstream, IncompatibleCache, ModelError
 from kvengine.offload import cachegen
 from kvengine.offload.stores.filesystem import replace_file
@@ -226,7 +226,7 @@ def test_what_was_asked_of_pages_is_not_in_the_file(tmp_path: Path) -> None:
         assert pages is not None and pages.alive.any() and pages.summary
     assert saved.save(copy.deepcopy(cache), tmp_path / "s.kv", model) == size
     for pages in asked:
-        assert pages is not None and set(vars(pages)) - saved.OUTSIDE[Pages] == {
+        assert pages is not None and set(vars(pages)) - saved_state.OUTSIDE[Pages] == {
             "columns", "filled", "even", "clean", "coarse", "cut", "_table", "_position", "_score", "_alive", "_summary",
         }  # fmt: skip
     held = saved.load(model, tmp_path / "s.kv").stats().bytes_held
@@ -363,7 +363,7 @@ def test_what_another_thread_changes_meanwhile_is_not_saved(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was there stays: parts of two states would be refused when they are loaded."""
-    model, path, write = configs.build(name), tmp_path / "s.kv", saved.Writer.whole_layer
+    model, path, write = configs.build(name), tmp_path / "s.kv", saved_state.Writer.whole_layer
     with kvengine.patched(model, "full"), torch.no_grad():
         cache = kvengine.EngineCache(model)
         model(torch.randint(1, 128, (1, 20)), cache=cache)
@@ -376,7 +376,7 @@ def test_what_another_thread_changes_meanwhile_is_not_saved(
                     model(torch.ones(1, 1, dtype=torch.long), cache=cache)
             return found
 
-        monkeypatch.setattr(saved.Writer, "whole_layer", meanwhile)
+        monkeypatch.setattr(saved_state.Writer, "whole_layer", meanwhile)
         with pytest.raises(CacheError, match="another thread ran the model"):
             saved.save(cache, path, model, extra={"turn": 2})
     assert saved.extra(path) == {"turn": 1}

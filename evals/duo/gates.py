@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvengine.errors import ModelError
-from kvengine.hf.patching import attention_modules, check_model
+from kvengine.hf.enterable import attention_modules, check_model
 from kvengine.hf.states import beyond_tokens
 
 NAME = "kvengine_duo"

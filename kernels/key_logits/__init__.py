@@ -35,29 +35,19 @@ def key_logits(
     codec: str = "dense",
     dim_v: int | None = None,
     backend: str | None = None,
-) -> Float[Tensor, "row group slot"]:
-    """In float32 (float64 if the query is); -inf where a slot holds no token, whose contents are ignored.
+) -> Float[Tensor, "row group slot"] | None:
+    """In float32 (float64 if the query is); -inf where a slot holds no token, whose contents are ignored. None where plain torch
+    would make a dense copy of all keys, unless `backend` asks for that.
 
     `fields`, `table`, `position`, `codec`, `dim_v`: see `paged_attention`. Raises KernelError on shapes that do not fit.
     """
     which = _which(q, fields, table, position, page, codec, dim_v, backend)
-    return _logits(which, q, fields, table, position, page, scale, codec, dim_v)
-
-
-def in_place(
-    q: Float[Tensor, "row group dim"],
-    fields: Mapping[str, Tensor],
-    table: Int[Tensor, "row pages"],
-    position: Int[Tensor, "row slot"],
-    *,
-    page: int,
-    scale: float,
-    codec: str,
-    dim_v: int,
-) -> Float[Tensor, "row group slot"] | None:
-    """The same; None where plain torch would make a dense copy of all keys."""
-    which = _which(q, fields, table, position, page, codec, dim_v, None)
-    return None if which == "reference" else _logits(which, q, fields, table, position, page, scale, codec, dim_v)
+    if which == "reference" and backend is None:
+        return None
+    if codec == "dense":
+        fields, dim_v = {"k": fields["k"], "v": fields["k"][..., :NARROW]}, min(NARROW, q.shape[-1])
+    run = module("key_logits", which, q.device)
+    return run.key_logits(q, fields, table, position, page, scale, codec, dim_v or q.shape[-1])  # type: ignore[no-any-return]
 
 
 def scan(
@@ -76,16 +66,6 @@ def scan(
         return None
     found = module("key_logits", "native", q.device).scan(q, fields, table, position, page, scale, codec, dim_v)
     return found._replace(probs=None), found.probs[:, :, 0]
-
-
-def _logits(
-    which: str, q: Tensor, fields: Mapping[str, Tensor], table: Tensor, position: Tensor, page: int, scale: float, codec: str,
-    dim_v: int | None,
-) -> Tensor:  # fmt: skip
-    if codec == "dense":
-        fields, dim_v = {"k": fields["k"], "v": fields["k"][..., :NARROW]}, min(NARROW, q.shape[-1])
-    run = module("key_logits", which, q.device)
-    return run.key_logits(q, fields, table, position, page, scale, codec, dim_v or q.shape[-1])  # type: ignore[no-any-return]
 
 
 def _which(

@@ -19,6 +19,7 @@ from kvengine.errors import CacheError, ModelError
 from kvengine.gradients import copied
 from kvengine.hf import indexed, shared_index, states, window
 from kvengine.hf.cross import engine_layers, show_empty, stock_layers
+from kvengine.hf.fitting import check_stack
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.layer import BREAKS, COPIED, EngineLayer, compiling
 from kvengine.hf.names import passed
@@ -36,6 +37,7 @@ THAWED = (
     "inference mode, and call cache.reset() to begin anew"
 )
 NAME = "kvengine"  # of the engine's attention, as models' configurations know it
+STATE = "_kvengine"  # the one attribute a patched model carries: the stack, and how to undo
 
 
 @dataclass
@@ -74,8 +76,6 @@ class EngineCache(Cache):
     unread: Callable[[EngineCache], None] | None = None  # told if it goes, and nobody went on with it or looked at it
 
     def __init__(self, model: nn.Module, stack: str | Stack | None = None, *, positions: bool = False) -> None:
-        from kvengine.hf.patching import STATE, check_stack  # the two files are one edge; this breaks the circle
-
         if not hasattr(model, STATE):
             raise ModelError("an engine cache needs a patched model; call kvengine.patch(model) first")
         config = cast(PreTrainedModel, model).config  # of a model, or of one that a wrapper hands through

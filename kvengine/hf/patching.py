@@ -16,27 +16,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 
-from kvengine import latent
-from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy
-from kvengine.hf import indexed
+from kvengine.errors import ModelError
 from kvengine.hf.attention import Seam, engine_attention
-from kvengine.hf.cache import NAME, Chosen, EngineCache
-from kvengine.hf.compiled import How, compile_decode
-from kvengine.hf.cross import engine_layers
+from kvengine.hf.cache import NAME, STATE, Chosen, EngineCache
+from kvengine.hf.compiled import compile_decode
 from kvengine.hf.devices import device_of, wraps
+from kvengine.hf.enterable import attention_modules, check_attention, check_layers, check_model
+from kvengine.hf.fitting import check_stack
 from kvengine.hf.forgetful import hook_forgetful
-from kvengine.hf.forward import caching, hook_passes, hook_vectors
-from kvengine.hf.generate import METHODS, PREPARING, RECORDING, Method
-from kvengine.hf.generate import STATE as STATE
+from kvengine.hf.forward import hook_passes, hook_vectors
+from kvengine.hf.generate import METHODS, RECORDING, Method
 from kvengine.hf.interrupted import hook_led
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import CACHE
+from kvengine.hf.outgrown import PREPARING
 from kvengine.hf.packed_index import hook_groups, hook_packed
 from kvengine.hf.parts import check_size
 from kvengine.hf.parts import check_stack as check_parts
@@ -46,21 +44,11 @@ from kvengine.hf.rope import rope_for
 from kvengine.hf.rope_deltas import hook_shifts
 from kvengine.hf.shown import ShownMask, mask_of
 from kvengine.hf.shown_places import hook_places
-from kvengine.hf.states import STATES
+from kvengine.hf.steps import How
 from kvengine.hf.trial import check_modules
-from kvengine.policies import name_of
-from kvengine.stack import Channels, Stack
+from kvengine.stack import Stack
 
 Record = bool | How
-KINDS = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "DummyLayer",
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-}
-"""Caches of layers that the engine replaces, or that may stay transformers' own beside it."""
 
 
 class Patch:
@@ -255,107 +243,6 @@ def patched(
             state.chosen.stack, state.judge_every = before[0], before[3]
             if (state.record, state.fuse) != before[1:3]:
                 record_by_itself(model, *before[1:3])
-
-
-def check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        hint = f"; give {found}" if (found := wraps(model)) else ""
-        raise ModelError(f"expected a transformers PreTrainedModel, got {type(model).__name__}{hint}")
-    if model.config.is_encoder_decoder:
-        raise ModelError(f"{type(model).__name__} is an encoder-decoder model; the engine works on decoder-only models")
-    text = model.config.get_text_config(decoder=True)
-    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is text]
-    if not any(part._can_set_attn_implementation() for part in (model, *parts)):  # others may attend as they always do
-        raise ModelError(
-            f"{type(model).__name__} cannot switch its attention implementation in this version of transformers, "
-            "so the engine cannot enter it"
-        )
-
-
-def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
-    """Refuse models without layers to enter or whose attention is for paged caches, and encoders: nothing would be cached."""
-    if (name := str(text._attn_implementation)).startswith("paged|"):
-        raise ModelError(
-            f"the attention {name!r} of this {type(model).__name__} is for continuous batching alone, and reads no cache but its "
-            "own. Call model.set_attn_implementation('sdpa') first"
-        )
-    layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
-    if not layers:
-        raise ModelError(
-            f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
-        )
-    # A decoder whose first tokens see each other (PaliGemma) says so of its layers too, but nothing of being no decoder.
-    able, asked = getattr(text, "is_decoder", None) is False, made_encoder(model, text)
-    every = all(getattr(m, "is_causal", None) is False for m in layers)
-    if asked or (every and (able or not caching(model, text))):
-        hint = f": {asked} in its configuration" if asked else "; a model that generates is built with is_decoder=True"
-        raise ModelError(
-            f"{type(model).__name__} is an encoder: its tokens attend to later ones too, so it caches none and a policy would do "
-            f"nothing{hint if asked or able else ''}"
-        )
-
-
-def made_encoder(model: PreTrainedModel, text: Any) -> str | None:
-    """What of a decoder's configuration has its tokens see all others, as in embedding models made of decoders."""
-    if getattr(text, "is_causal", True) is False:  # transformers' masks follow it, whatever the family
-        return "is_causal=False"
-    # Models of images say so of a text model whose masks they make themselves.
-    found = getattr(text, "use_bidirectional_attention", None) if model.config is text else None
-    return f"use_bidirectional_attention={found!r}" if found in (True, "all") else None
-
-
-def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
-    """Refuse models whose attention reads more than the keys and values of the tokens before, which it is handed."""
-    strange = {type(layer).__name__ for layer in DynamicCache(config=text).layers} - KINDS
-    strange -= {indexed.KIND} if indexed.followed(text, modules) else set()
-    if strange:
-        what = (
-            f"keeps caches of kinds of its own ({', '.join(sorted(strange))}), by which it chooses or compresses tokens"
-        )
-    elif not GenerationMixin._supports_default_dynamic_cache.__func__(type(model)):  # type: ignore[attr-defined, misc]
-        what = "takes no caches but its own"
-    elif any("cache_offset" in signature(type(m).forward).parameters for m in modules):
-        what = "runs layers several times over, and adds to its cache one for each time"
-    elif any(name in vars(m) for m in model.modules() for name in STATES):
-        what = "keeps states beside its weights, those of the text that it read last, whichever cache that went to"
-    else:
-        return
-    raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")
-
-
-def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> None:
-    """Refuse what this kind of model cannot do, whose layers' keys and values have so many channels."""
-    if stack == Stack():
-        return
-    name = text.model_type
-    indexed.check_stack(stack, text)
-    if not any(layers := engine_layers(text)):
-        raise UnsupportedPolicy(
-            f"{name} has no layer with a plain, growing key-value cache (sliding windows and layers with a recurrent "
-            f"state keep transformers' own), so there is nothing for '{stack}' to do. Use 'full'"
-        )
-    stack.check_layers(len(layers))
-    stack.selection.check_depth(len(layers))
-    again, known = stack.retention.replay, getattr(text, "vocab_size", None)
-    if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
-        raise PolicyError(
-            f"'{stack}' feeds ids of another tokenizer: {name} knows {known}, from 0 on. Take prompt and suffix from the "
-            "model's own tokenizer"
-        )
-    if latent.configured(text) and stack.routing != Stack().routing:
-        raise UnsupportedPolicy(
-            f"{name} caches latents that all its heads share (MLA), so '{name_of(stack.routing)}' has no heads to tell apart"
-        )
-    for dim, dim_v, nested in channels:
-        stack.check_channels(dim, dim_v, nested)
-
-
-def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
-    """Modules that attend as the text's configuration says, if they hand on what they do not know to the attention function;
-    some (Kosmos-2's last one of images) have no layer index."""
-    mine = [m for m in model.modules() if getattr(m, "config", None) is text]
-    named = [m for m in mine if "Attention" in type(m).__name__ or latent.is_latent(m)]
-    return [m for m in named if any(x.kind is x.VAR_KEYWORD for x in signature(type(m).forward).parameters.values())]
 
 
 def generating(model: PreTrainedModel, text: Any) -> list[PreTrainedModel]:

@@ -24,7 +24,7 @@ from kvengine.hf.rope import looks
 from kvengine.hf.states import in_place
 
 if TYPE_CHECKING:
-    from kvengine.hf.compiled import Steps
+    from kvengine.hf.steps import Steps
 
 
 def check_model(model: PreTrainedModel, cache: EngineCache) -> None:

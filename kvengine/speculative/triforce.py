@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine.errors import KVEngineError, ModelError
-from kvengine.hf.cache import EngineCache
+from kvengine.hf.cache import STATE, EngineCache
 from kvengine.hf.generate import Decoder
-from kvengine.hf.patching import STATE, patch, unpatch
+from kvengine.hf.patching import patch, unpatch
 from kvengine.speculative.accept import Rule, rule
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.ahead import Ahead, Fixed

@@ -12,8 +12,8 @@ import torch
 
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import first_device
-from kvengine.hf.generate import PREPARING
 from kvengine.hf.names import cache_among, passed
+from kvengine.hf.outgrown import PREPARING
 from kvengine.speculative.law import Text
 
 

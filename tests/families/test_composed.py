@@ -15,8 +15,8 @@ from torch import Tensor
 import kvengine
 from kvengine import EngineCache
 from kvengine.errors import CacheError, ModelError, UnsupportedPolicy
+from kvengine.hf.cache import STATE
 from kvengine.hf.names import CACHE
-from kvengine.hf.patching import STATE
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 

@@ -18,10 +18,11 @@ import kvengine
 from kvengine import EngineCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf import held_index
-from kvengine.hf.compiled import WARM, CompiledDecode, Steps
+from kvengine.hf.compiled import CompiledDecode
 from kvengine.hf.fused import Fused
 from kvengine.hf.held_index import HeldIndex
 from kvengine.hf.names import CACHE, passed
+from kvengine.hf.steps import WARM, Steps
 
 NAMES = [name for name in EVERY if build(name).config.get_text_config(decoder=True).model_type in held_index.FAMILIES]
 EXACT = ["full", "host"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import kvengine
-from kvengine import latent, saved, tail
+from kvengine import latent, nested, saved, tail
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, KernelError, UnsupportedPolicy
 from kvengine.hf.names import CACHE
@@ -324,9 +324,10 @@ def test_heads_wider_than_triton_takes_go_to_c_or_torch() -> None:
 def test_latents_that_move_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     moved = tail.moved
-    monkeypatch.setattr(tail, "moved", lambda x, slots: copied.append(x.shape[-1]) or moved(x, slots))  # type: ignore[func-returns-value]
+    for module in (tail, nested):
+        monkeypatch.setattr(module, "moved", lambda x, slots: copied.append(x.shape[-1]) or moved(x, slots))  # type: ignore[func-returns-value]
     k = torch.randn(1, 5, 8)
-    held = tail.Nested(6, k, k[..., :6], scored=False, placed=False)
+    held = nested.Nested(6, k, k[..., :6], scored=False, placed=False)
     held.append(k, k[..., :6], torch.arange(5, dtype=torch.int32)[None], True)
     held.append(k[:, :1], k[:, :1, :6], torch.tensor([[5]], dtype=torch.int32), True)
     held.shared = True
@@ -338,7 +339,7 @@ def test_latents_that_move_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_latents_move_to_the_front_of_their_slots_once(sealed: int) -> None:
     """Where sealed ones have left room, less than is needed or more: values are a part of the keys, which have moved by then."""
     k = torch.randn(2, 60, 8, generator=torch.Generator().manual_seed(0))
-    held = tail.Nested(6, k, k[..., :6], scored=False, placed=False)
+    held = nested.Nested(6, k, k[..., :6], scored=False, placed=False)
     held.append(k[:, :40], k[:, :40, :6], torch.arange(40, dtype=torch.int32).expand(2, -1), True)
     held.start = sealed
     for i in range(40, 44):

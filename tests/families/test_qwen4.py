@@ -24,8 +24,8 @@ from transformers import DynamicCache
 import kvengine
 from kvengine import EngineCache, saved
 from kvengine.errors import CacheError, CorruptBitstream, ModelError, UnsupportedPolicy
+from kvengine.hf.cache import STATE
 from kvengine.hf.mask import MaskUsed
-from kvengine.hf.patching import STATE
 from kvengine.hf.shown import ShownMask
 from kvengine.speculative.triforce import TriForce
 

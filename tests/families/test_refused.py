@@ -12,9 +12,9 @@ import kvengine
 from kvengine.errors import ModelError
 from kvengine.hf import trial
 from kvengine.hf.attention import Seam, engine_attention
+from kvengine.hf.cache import STATE
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import CACHE
-from kvengine.hf.patching import STATE
 
 DSA = {**LATENTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 JET = {"kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 2}

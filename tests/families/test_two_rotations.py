@@ -14,8 +14,8 @@ from transformers import LogitsProcessor
 
 import kvengine
 from kvengine.errors import UnsupportedPolicy
-from kvengine.hf.generate import PREPARING
 from kvengine.hf.names import CACHE, cache_among
+from kvengine.hf.outgrown import PREPARING
 from kvengine.hf.rope import looks
 from kvengine.speculative import TriForce
 

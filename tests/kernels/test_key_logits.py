@@ -11,7 +11,7 @@ from support_pools import LAYOUTS, PAGE, ROWS, pool, rows
 
 from kvengine.errors import KernelError
 from kvengine.kernels.dispatch import torch_only
-from kvengine.kernels.key_logits import in_place, key_logits, scan
+from kvengine.kernels.key_logits import key_logits, scan
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve
 
@@ -63,11 +63,11 @@ def test_one_scan_gives_attention_and_logits(layout: str, dim: int, dim_v: int, 
     found, want = scan(*where, dim_v=dim_v, **more), paged_attention(*where, dim_v=dim_v, **more)
     assert found is not None and found[0].probs is None
     assert torch.equal(found[0].out, want.out) and torch.equal(found[0].lse, want.lse)
-    alone = in_place(*where, dim_v=dim_v, **more)
+    alone = key_logits(*where, dim_v=dim_v, **more)
     assert alone is not None
     torch.testing.assert_close(found[1], alone, rtol=1e-5, atol=1e-5)
     with torch_only():
-        assert scan(*where, dim_v=dim_v, **more) is None and in_place(*where, dim_v=dim_v, **more) is None
+        assert scan(*where, dim_v=dim_v, **more) is None and key_logits(*where, dim_v=dim_v, **more) is None
 
 
 def test_shapes_that_do_not_fit() -> None:

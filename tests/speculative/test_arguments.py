@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvengine
 from kvengine.errors import EvaluationError, ModelError, PolicyError, UnsupportedPolicy
+from kvengine.hf.cache import STATE
 from kvengine.hf.names import CACHE
-from kvengine.hf.patching import STATE
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.branch import Branching
 from kvengine.speculative.check import Gamma, check_room

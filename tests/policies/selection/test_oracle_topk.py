@@ -10,6 +10,7 @@ from kvengine.page_reads import Readable
 from kvengine.policies.selection import Where, best
 from kvengine.policies.selection.oracle_topk import OracleTopK
 from kvengine.pool import Pool
+from kvengine.session import Call
 
 
 @pytest.mark.parametrize("heads, group, softcap", [(2, 2, None), (3, 1, None), (1, 4, None), (1, 4, 1.0)])
@@ -122,3 +123,20 @@ def test_keys_are_had_without_values(stored: str, monkeypatch: pytest.MonkeyPatc
     assert "v" not in read
     torch.testing.assert_close(keys, pages.decoded(slice(1, 3))[0], rtol=0, atol=0)
     assert "v" in read or "kivi" in stored
+
+
+def test_a_coarse_reading_chooses_by_what_it_reads_from_its_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is fine again, by fine keys: what a draft reads of its target's cache is not what that is judged by."""
+    tokens, asked, logits = draw(107), list[bool](), Readable.logits
+    found = run("oracle_topk(budget=24) + quantspec(group=8, residual=8)", tokens, 101)
+
+    def listening(self: Readable, *more: Any, **by: Any) -> torch.Tensor | None:
+        asked.append(self.coarse)
+        return logits(self, *more, **by)
+
+    monkeypatch.setattr(Readable, "logits", listening)
+    turns = [False, True, True, False, False]
+    for i, coarse in enumerate(turns):
+        found.cache.session.coarse = coarse
+        found.cache.forward(*tokens.part(101 + i, 102 + i), Call(tokens.scale))
+    assert asked == turns
