@@ -245,12 +245,17 @@ class LayerCache:
         Raises:
             CacheError: it is not known any more which of those that are held these are; or an earlier pass broke off.
         """
+        for part, gone in zip(self.parts, self.gone(hidden), strict=False):
+            if gone is not None:
+                part.lane.hide(gone)
+
+    def gone(self, hidden: Bool[Tensor, "seq earlier"]) -> list[Bool[Tensor, "row slot"] | None]:
+        """What `hide` would drop of each lane, or its refusal, with nothing done."""
         if self.session.torn:
             raise CacheError(BROKEN)
         if goes_on(self):  # and was told before; by its mask, what was taken already is yet to come
-            return
-        for part in self.parts:
-            part.lane.hide(self.by_row(hidden, part))
+            return []
+        return [part.lane.gone(self.by_row(hidden, part)) for part in self.parts]
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
         """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""

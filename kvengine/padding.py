@@ -139,8 +139,12 @@ class Padded:
         self.first, self.begin = (torch.where(late, x, x - others) for x in (self.first, self.begin))
         self.seen, self.whole, self.due = self.seen - 1, False, 0
 
-    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
-        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
+    def gone(self, hidden: Bool[Tensor, "row earlier"]) -> Bool[Tensor, "row slot"] | None:
+        """Which of what is held are those of the tokens seen that are `hidden`; None if none are. Padding is hidden anyway.
+
+        Raises:
+            CacheError: it is not known any more which these are.
+        """
         tail, pages = self.tail, self.pages
         position = tail.position[:, tail.span]
         position = position if pages is None else torch.cat([pages.position, position], 1)
@@ -155,12 +159,14 @@ class Padded:
                 f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
                 "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
             )
-        if self.moved or not bool(gone.any()):
-            return
-        n = 0 if pages is None else len(pages)
-        if pages is not None and n:
-            pages.judge(pages.score, ~gone[:, :n])
-        tail.judge(tail.scores(tail.span), ~gone[:, n:])
+        return None if self.moved or not bool(gone.any()) else gone
+
+    def hide(self, gone: Bool[Tensor, "row slot"]) -> None:
+        """Drop these of what is held."""
+        n = 0 if self.pages is None else len(self.pages)
+        if self.pages is not None and n:
+            self.pages.judge(self.pages.score, ~gone[:, :n])
+        self.tail.judge(self.tail.scores(self.tail.span), ~gone[:, n:])
         self.padded = True
 
     def order_for(self, valid: Bool[Tensor, "row token"] | None) -> Int[Tensor, "row token"] | None:
