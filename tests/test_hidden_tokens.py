@@ -183,7 +183,9 @@ def test_what_is_not_known_any_more_is_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "falcon_h1"])
 @torch.no_grad()
-def test_what_is_not_known_any_more_is_refused_before_a_window_or_a_state_has_taken_it(family: str, tokens: int) -> None:
+def test_what_is_not_known_any_more_is_refused_before_a_window_or_a_state_has_taken_it(
+    family: str, tokens: int
+) -> None:
     """Else the cache could not be gone on with, which the error says it can."""
     model, ids = kvengine.patch(build(family), "snapkv(budget=24, window=6)"), prompts()["input_ids"]
     cache, want = kvengine.EngineCache(model), kvengine.EngineCache(model)
