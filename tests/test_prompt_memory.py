@@ -110,9 +110,10 @@ def test_what_tiers_hold_is_read_to_where_it_is_wanted(
     assert 1 <= taken.most / BROUGHT < most
 
 
-def test_answers_lie_as_models_read_them() -> None:
+@pytest.mark.parametrize("policy", ["ashape", "duo(prompt='streaming')"])
+def test_answers_lie_as_models_read_them(policy: str) -> None:
     """Else each model copies what a prompt gave once more."""
-    cache = LayerCache(Stack.of("ashape"), 0, 1)
+    cache = LayerCache(Stack.of(policy), 0, 1)
     cache.session.prompt_end = 100
     q, k, v = (torch.randn(2, h, 100, DIM) for h in (HEADS * GROUP, HEADS, HEADS))
     assert cache.forward(q, k, v, Call(DIM**-0.5)).is_contiguous()
