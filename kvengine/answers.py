@@ -171,8 +171,8 @@ def limit(retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"] | No
         raise refuse(retention, "limit", found, "a number of tokens, or None") from None
     if not retention.decodes:
         raise PolicyError(
-            f"{type(retention).__name__}.limit says that a row holds no more than {most} tokens while decoding, and with decodes = "
-            "False nothing is dropped then: set it to True, or leave limit out"
+            f"{type(retention).__name__}.limit says that a row holds no more than {most} tokens while decoding, and with "
+            "decodes = False nothing is dropped then: set it to True, or leave limit out"
         )
     within(retention, seen, keep, most)
     return most

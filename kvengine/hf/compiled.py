@@ -203,8 +203,8 @@ class Steps:
             if "value out of a tracing tensor" not in str(error):
                 raise
             raise UnsupportedPolicy(
-                f"a decode step of '{self.cache.stack}' cannot be traced: the host looks at what it computes, as it does on a CPU "
-                "at what a policy of one's own returns; take how='eager'"
+                f"a decode step of '{self.cache.stack}' cannot be traced: the host looks at what it computes, as it does on a "
+                "CPU at what a policy of one's own returns; take how='eager'"
             ) from error
         return lambda: recorded(*state), first[0]
 
