@@ -164,8 +164,9 @@ def check_hidden(cache: EngineCache, mask: Any, rows: int, n: int) -> None:
     was = session.mask
     hidden = rule.hidden(n, rule.turns(first, n))
     session.mask = was  # the pass is to find the same
-    for layer in cache.engines if hidden is not None else ():
-        layer.gone(hidden.to(layer.parts[0].lane.first.device))
+    if hidden is not None:
+        for layer in cache.engines:
+            layer.gone(hidden.to(layer.parts[0].lane.first.device))
 
 
 def check_asked(
