@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -157,6 +158,35 @@ def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
     if lent is not None:
         lent.check("keep")
     return found if found is None else by_slot(found, order)
+
+
+def limit(retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> int | None:
+    """`Retention.limit`, behind a prompt of which this is kept. Raises PolicyError."""
+    found: Any = retention.limit(seen)
+    if found is None or ours(type(retention).__module__):
+        return found  # type: ignore[no-any-return]
+    try:
+        most = index(found)
+    except TypeError:
+        raise refuse(retention, "limit", found, "a number of tokens, or None") from None
+    if not retention.decodes:
+        raise PolicyError(
+            f"{type(retention).__name__}.limit says that a row holds no more than {most} tokens while decoding, and with "
+            "decodes = False nothing is dropped then: set it to True, or leave limit out"
+        )
+    within(retention, seen, keep, most)
+    return most
+
+
+def within(retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"] | None, limit: int | None) -> None:
+    """That a verdict leaves no more than the limit: the next token takes a slot that is free. Raises PolicyError."""
+    if limit is None or not seen.position.is_cpu or ours(type(retention).__module__):
+        return
+    if (most := int((seen.valid if keep is None else keep).sum(1).max())) > limit:
+        raise PolicyError(
+            f"{type(retention).__name__}.keep left {most} tokens in a row, but its `limit` says that {limit} are the most: have "
+            "it drop more, return a larger limit, or None"
+        )
 
 
 def folded(

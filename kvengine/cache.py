@@ -245,12 +245,17 @@ class LayerCache:
         Raises:
             CacheError: it is not known any more which of those that are held these are; or an earlier pass broke off.
         """
+        for part, gone in zip(self.parts, self.gone(hidden), strict=False):
+            if gone is not None:
+                part.lane.hide(gone)
+
+    def gone(self, hidden: Bool[Tensor, "seq earlier"]) -> list[Bool[Tensor, "row slot"] | None]:
+        """What `hide` would drop of each lane, or its refusal, with nothing done."""
         if self.session.torn:
             raise CacheError(BROKEN)
         if goes_on(self):  # and was told before; by its mask, what was taken already is yet to come
-            return
-        for part in self.parts:
-            part.lane.hide(self.by_row(hidden, part))
+            return []
+        return [part.lane.gone(self.by_row(hidden, part)) for part in self.parts]
 
     def store(self, k: Tensor, v: Tensor, valid: Bool[Tensor, "seq token"] | None) -> None:
         """Tokens of a cache that keeps everything, whose queries are answered elsewhere."""
@@ -326,9 +331,15 @@ class LayerCache:
     def gather(self, q: Tensor, outs: list[Tensor]) -> Float[Tensor, "seq token q_head dim_v"]:
         """The lanes' outputs, heads back in their places."""
         b, hq, n, _ = q.shape
+        if n > 1:  # as models read it: laid out otherwise, they copied it once more
+            apart = [out.unflatten(0, (b, -1)).permute(0, 3, 1, 2, 4) for out in outs]
+            if len(apart) == 1:
+                return apart[0].flatten(2, 3).contiguous()
+            whole = q.new_empty(b, n, self.heads, hq // self.heads, outs[0].shape[-1], dtype=outs[0].dtype)
+            for part, out in zip(self.parts, apart, strict=True):
+                whole[:, :, part.run or part.index] = out
+            return whole.flatten(2, 3)
         if len(outs) == 1:
-            if n > 1:  # as models read it: laid out otherwise, they copied it once more
-                return outs[0].unflatten(0, (b, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
             return outs[0].reshape(b, hq, 1, outs[0].shape[-1]).transpose(1, 2)
         return in_head_order(self.parts, outs, b, self.heads).flatten(1, 2).transpose(1, 2)
 

@@ -133,22 +133,29 @@ class Holding:
         self.tail.judge(seen.score[:, n:], None if keep is None else keep[:, n:])
         self.whole &= keep is None
 
-    def hide(self, hidden: Bool[Tensor, "row earlier"]) -> None:
-        """Drop those of the tokens seen that are `hidden`, if they are still held. Padding is hidden anyway."""
-        tail, pages, position = self.tail, self.stored, self.position
+    def gone(self, hidden: Bool[Tensor, "row earlier"]) -> Bool[Tensor, "row slot"] | None:
+        """Which of what is held are those of the tokens seen that are `hidden`; None if none are. Padding is hidden anyway.
+
+        Raises:
+            CacheError: it is not known any more which these are.
+        """
+        position = self.position
         gone = (position >= 0) & hidden.gather(1, position.clamp(min=0).long())
         judged = self.judged if isinstance(self.judged, int) else int(self.judged.max())
         if self.moved:
             unknown = bool((hidden.shape[1] - hidden.sum(1) < self.seen - self.first).any())
         else:
-            unknown = not tail.exact and bool(hidden[:, :judged].any())
+            unknown = not self.tail.exact and bool(hidden[:, :judged].any())
         if unknown:
             raise CacheError(
                 f"attention_mask hides tokens that this cache has seen, and '{self.stack}' no longer knows which of those that "
                 "it holds they are. Keep ones in the mask for what was seen, or call cache.reset() and give the text anew"
             )
-        if self.moved or not bool(gone.any()):
-            return
+        return None if self.moved or not bool(gone.any()) else gone
+
+    def hide(self, gone: Bool[Tensor, "row slot"]) -> None:
+        """Drop these of what is held."""
+        tail, pages = self.tail, self.stored
         n = 0 if pages is None else len(pages)
         if pages is not None:
             pages.judge(pages.score, ~gone[:, :n])

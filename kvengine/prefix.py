@@ -148,7 +148,7 @@ class Prefix:
         return root(self.whose, f"exact/{self.level}/long", chunk=self.chunk, salt=self.salt)
 
     def fetch(self, ids: Int[Tensor, "seq token"], stack: str | Stack | None = None) -> EngineCache:
-        """A new cache with the longest stored chain of the prompt's chunks in it.
+        """A new cache with the longest stored chain of the prompt's chunks in it, to which the prompt is announced.
 
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
         judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
@@ -159,6 +159,7 @@ class Prefix:
         check(ids)
         check_precision(self.model)
         cache = EngineCache(self.model, stack)  # type: ignore[arg-type]
+        cache.announce(ids.shape[1])
         tokens = ids[0].tolist()
         if len(ids) != 1 or not self.whole or not self.fits(cache):
             return cache
@@ -170,9 +171,11 @@ class Prefix:
         chunks = self.read(keys[:most])
         if not chunks or (self.beside and len(chunks) < most):
             return cache
-        self.enter(cache, chunks, len(tokens))
+        self.enter(cache, chunks)
         if beside is not None and not self.enter_beside(cache, beside):
-            return EngineCache(self.model, stack)  # type: ignore[arg-type]
+            cache.reset()
+            cache.announce(len(tokens))
+            return cache
         given(self.model, cache, ids[:, : cache.seen])
         return cache
 
@@ -217,10 +220,9 @@ class Prefix:
             raise CorruptBitstream(f"a chunk is of {self.chunk} tokens, and this one of {tokens}")
         return decode(container, self.whose)
 
-    def enter(self, cache: EngineCache, chunks: Sequence[list[Layer]], total: int) -> None:
-        """Puts chunks into an empty cache as the beginning of a prompt of `total` tokens. Each layer leaves them as it is taken:
-        else all of a long text would be there twice."""
-        cache.announce(total)
+    def enter(self, cache: EngineCache, chunks: Sequence[list[Layer]]) -> None:
+        """Puts chunks into an empty cache as the beginning of a prompt. Each layer leaves them as it is taken: else all of a long
+        text would be there twice."""
         cache.thaw()
         dtype, devices = next(self.model.parameters()).dtype, layer_devices(self.model, len(cache.layers))
         for layer in cache.engines:
@@ -343,13 +345,16 @@ class Prefix:
         chunks submitted.
 
         Of a prompt that is to be answered, give what may come back, such as the document before the question, and less than all
-        of it. A cache that has seen as much is left as it is.
+        of it. A cache that has seen as much is left as it is. Of a prompt that `fetch` was asked for and that is read in parts
+        (`judge_every`), the first part's chunks are read.
 
         Raises CacheError as `keep`, and where the model reads a prompt in parts (`judge_every`) and this would be more than one.
         """
         check(ids)
         check_precision(self.model)
         end = ids.shape[1] // self.chunk * self.chunk
+        if (total := cache.session.prompt_end or 0) > end:  # so that parts end where they do without a store
+            end = min(end, parts.first(self.part, cache, total) // self.chunk * self.chunk)
         if parts.parted(self.part, cache, end):
             raise CacheError(
                 f"judge_every={self.part} has a part of a prompt held exactly, no more, and {end - cache.seen} tokens were to be "

@@ -80,7 +80,7 @@ class Verdicts(Evidence):
         if keep is not None and idle is not None:
             keep = torch.where(idle[:, None], seen.valid, keep)
         self.restore(idle, self.past)
-        self.limit = self.retention.limit(seen)
+        self.limit = answers.limit(self.retention, seen, keep)
         self.begin_waiting(seen, keep)
         self.settle(self.weighed(seen), keep)
         self.restore(idle, self.past)
@@ -114,6 +114,7 @@ class Verdicts(Evidence):
             judged = replace(judged, score=torch.where(others[:, None], seen.score, judged.score))
             keep = None if keep is None else torch.where(others[:, None], seen.valid, keep)
             self.restore(others, before)
+        answers.within(self.retention, seen, keep, self.limit)
         if keep is not None and self.retention.remerges:
             dims = self.tail.k.shape[2], self.tail.v.shape[2]
             self.tail.rewrite(*answers.refolded(self.retention, judged, keep, dims))

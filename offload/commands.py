@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,9 +226,13 @@ def import_values(
     store: Store = "",
 ) -> None:
     """Put exported values into a store, after checking them."""
-    with opened(store, made=True) as target:
+    target: Backend | None = None
+    with readable_errors(), ExitStack() as open_store:
         for file in files:
             entry, payload = exported(file)
+            target = target or open_store.enter_context(
+                opened(store, made=True)
+            )  # none is made for a file that is none
             target.put(entry.key, [payload], ttl)
             typer.echo(f"{entry.key} {entry.size:,} bytes <- {file}")
 

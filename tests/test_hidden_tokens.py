@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import build
 from support import SMALL, WIDE, Bare, every, greedy, held, llama, one, patched, prompts
 from torch import Tensor
 from transformers import DynamicCache
@@ -179,6 +180,26 @@ def test_what_is_not_known_any_more_is_refused() -> None:
             model(more[:, 61:], attention_mask=mask, cache=cache)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "falcon_h1"])
+@torch.no_grad()
+def test_what_is_not_known_any_more_is_refused_before_a_window_or_a_state_has_taken_it(
+    family: str, tokens: int
+) -> None:
+    """Else the cache could not be gone on with, which the error says it can."""
+    model, ids = kvengine.patch(build(family), "snapkv(budget=24, window=6)"), prompts()["input_ids"]
+    cache, want = kvengine.EngineCache(model), kvengine.EngineCache(model)
+    mask = torch.ones(3, 61 + tokens, dtype=torch.long)
+    for x in (cache, want):
+        model(ids, cache=x)
+    for wrong, says in ((mask.clone().index_fill_(1, torch.arange(10, 20), 0), "hides"), (mask[:, :-1] * 0, "columns")):
+        with pytest.raises((CacheError, ModelError), match=says):
+            model(ids[:, :tokens], attention_mask=wrong, cache=cache)
+    given = {"attention_mask": mask}
+    found = [model(ids[:, :tokens], cache=x, **more).logits for x, more in ((cache, given), (want, {}))]
+    assert torch.equal(*found)
+
+
 def test_of_what_came_after_a_verdict_the_places_are_known() -> None:
     """The lane's own arithmetic over what is left, for the token that comes next."""
     bare = Bare("snapkv(budget=24, window=6)", heads=1)
@@ -191,7 +212,7 @@ def test_of_what_came_after_a_verdict_the_places_are_known() -> None:
     hidden = torch.zeros(1, 63, dtype=torch.bool)
     hidden[0, 61] = True
     assert not lane.tail.exact and len(k) == 27
-    lane.hide(hidden)
+    lane.hide(lane.gone(hidden))
     found = bare.feed(1)[0, 0]  # [q_head, dim]
     left = torch.arange(27) != 25
     keys, values = torch.cat([k[left], bare.k[0, 0, 63:64]]), torch.cat([v[left], bare.v[0, 0, 63:64]])

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support import patched
+from support import one, patched
 from test_ragged_turns import ragged, talk
 from torch import Tensor
 
 import kvengine
 from kvengine import EngineCache
+from kvengine.errors import UnsupportedPolicy
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.retention.h2o import H2O
 from kvengine.policies.retention.streaming import Streaming
@@ -86,6 +87,13 @@ def test_a_row_that_pauses_while_others_decode_is_judged_as_alone(own: Retention
                     found.append(logits)
         out.append(torch.stack(found))
     torch.testing.assert_close(*out, rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_at_whose_verdict_the_host_looks_is_not_traced() -> None:
+    """It ended in torch's own words."""
+    model = patched(kvengine.Stack(retention=Since()))
+    with pytest.raises(UnsupportedPolicy, match="cannot be traced.*take how='eager'"):
+        kvengine.compile_decode(model, "trace").generate(**one(), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("kind", [H2O, Streaming, TOVA], ids=lambda kind: kind.__name__)

@@ -121,6 +121,20 @@ def test_of_a_prompt_that_is_read_in_parts_the_first_alone_is_reused(model: Any,
     reuse.store.close()
 
 
+@pytest.mark.parametrize("policy", ["snapkv(budget=8, window=4)", "h2o(budget=8)"])
+def test_parts_end_where_they_do_without_a_store(model: Any, tmp_path: Path, policy: str) -> None:
+    """What was computed beyond the first part was judged with the second, and more was held exactly than a part."""
+    with kvengine.patched(model, policy, judge_every=40):
+        reuse = Prefix(model, stores.Store(stores.Files(tmp_path, sync="none")), chunk=16)
+        for total, computed in ((100, 16), (60, 16), (38, 32)):
+            ids = prompt(total, total)
+            cache = reuse.fetch(ids)
+            assert cache.seen == 0 and reuse.compute(ids[:, : min(48, total - 1)], cache) == computed // 16
+            assert cache.seen == computed
+            assert text(model, ids, cache) == text(model, ids, kvengine.EngineCache(model))
+        reuse.store.close()
+
+
 def roberta() -> Any:
     torch.manual_seed(0)
     return RobertaForCausalLM(RobertaConfig(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvengine import joint, page_reads
 from kvengine.cache import LayerCache
+from kvengine.offload.placement import _tiered
 from kvengine.policies import retention
 from kvengine.policies.prefill import _blocks
 from kvengine.policies.retention import d2o, rkv
@@ -97,9 +98,22 @@ def test_codes_are_decoded_some_at_a_time_for_a_later_prompt(policy: str, most: 
     assert feed(cache, 64, stock=False).most / BROUGHT < most
 
 
-def test_answers_lie_as_models_read_them() -> None:
+@pytest.mark.parametrize(("policy", "most"), [("disk", 1.3), ("disk(host=0)", 2.3)])
+def test_what_tiers_hold_is_read_to_where_it_is_wanted(
+    policy: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoded token that reads all of it has it once, and of what is below memory what was fetched ahead as bytes."""
+    monkeypatch.setattr(_tiered, "READ", 1 << 14)
+    cache = LayerCache(Stack.of(policy), 0, 1)
+    for n in (TOKENS, 1, 1):
+        taken = feed(cache, n, stock=n > 1)
+    assert 1 <= taken.most / BROUGHT < most
+
+
+@pytest.mark.parametrize("policy", ["ashape", "duo(prompt='streaming')"])
+def test_answers_lie_as_models_read_them(policy: str) -> None:
     """Else each model copies what a prompt gave once more."""
-    cache = LayerCache(Stack.of("ashape"), 0, 1)
+    cache = LayerCache(Stack.of(policy), 0, 1)
     cache.session.prompt_end = 100
     q, k, v = (torch.randn(2, h, 100, DIM) for h in (HEADS * GROUP, HEADS, HEADS))
     assert cache.forward(q, k, v, Call(DIM**-0.5)).is_contiguous()

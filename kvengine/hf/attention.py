@@ -123,8 +123,7 @@ def attend(
         return special(
             layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
         ), None
-    turn = attention_mask.hides(layer.session) or layer.session.turn == layer.cache.seen
-    turn = turn or layer.cache.prompt_tokens(query.shape[2]) > 0
+    turn = attention_mask.turns(layer.cache, query.shape[2])
     hidden = attention_mask.hidden(query.shape[2], turn)
     if hidden is not None:
         layer.cache.hide(hidden)

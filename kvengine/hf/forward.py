@@ -19,7 +19,8 @@ from kvengine.errors import ModelError
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.drafts import SHARED, check_shared, share
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
-from kvengine.hf.names import IDS, NAMES, OTHER, VECTORS, name_of_cache, own_name, renamed
+from kvengine.hf.mask import LazyMask
+from kvengine.hf.names import IDS, MASK, NAMES, OTHER, VECTORS, name_of_cache, own_name, renamed
 from kvengine.hf.rewind import check_rows
 from kvengine.stack import Stack
 
@@ -83,7 +84,7 @@ def hook_passes(model: PreTrainedModel, text: Any, chosen: Chosen) -> list[Any]:
     parts, hooks = caching(model, text), []
     for part, names in parts:
         name = name_of_cache(names)
-        at = {x: names.index(x) for x in (name, *ASKED, IDS, VECTORS) if x in names}
+        at = {x: names.index(x) for x in (name, *ASKED, IDS, VECTORS, MASK) if x in names}
         hooks.append(part.register_forward_pre_hook(partial(before, chosen=chosen, at=at, name=name), with_kwargs=True))
         if hasattr(text, "num_kv_shared_layers"):
             hooks.append(part.register_forward_hook(share, with_kwargs=True))
@@ -135,19 +136,39 @@ def before(
     new = renamed(kwargs, name)
     found = provide(module, args, new, chosen, at, name) or ((args, new) if OTHER[name] in kwargs else None)
     check_asked(module, *(found or (args, kwargs)), at, name)
-    check_batch(*(found or (args, kwargs)), at, name)
+    check_first(*(found or (args, kwargs)), at, name)
     return found
 
 
-def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str) -> None:
-    """Refuse a batch of other rows where a window or a state comes first: the engine's layers would be asked too late."""
+def check_first(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str) -> None:
+    """Refuse a batch of other rows, and a mask that hides what a policy no longer knows apart, where a window or a state comes
+    first: the engine's layers would be asked too late."""
     cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
     if type(cache) is not EngineCache or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
         return
+    given = {x: args[at[x]] for x in (IDS, VECTORS, MASK) if at.get(x, len(args)) < len(args)} | kwargs
     for made in (IDS, VECTORS):
-        x = args[at[made]] if at.get(made, len(args)) < len(args) else kwargs.get(made)
-        if isinstance(x, Tensor):
+        if isinstance(x := given.get(made), Tensor):
             check_rows(cache.layers, len(x))
+            check_hidden(cache, given.get(MASK), *x.shape[:2])
+
+
+def check_hidden(cache: EngineCache, mask: Any, rows: int, n: int) -> None:
+    """Ask every layer of the engine what it is asked before it takes tokens (`LayerCache.hide`), and have nothing done."""
+    session, first = cache.session, next(iter(cache.engines), None)
+    if first is None or not first.seen or first.fixed is not None or session.again is not None:
+        return
+    if session.ragged is not None:  # a later part of a pass, which was asked as a whole
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:
+        return
+    rule = LazyMask({"attention_mask": mask, "batch_size": rows, "q_offset": first.seen, "q_length": n})
+    was = session.mask
+    hidden = rule.hidden(n, rule.turns(first, n))
+    session.mask = was  # the pass is to find the same
+    if hidden is not None:
+        for layer in cache.engines:
+            layer.gone(hidden.to(layer.parts[0].lane.first.device))
 
 
 def check_asked(

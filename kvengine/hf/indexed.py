@@ -103,6 +103,8 @@ class IndexedLayer(EngineLayer):
 
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         super().batch_select_indices(indices)
+        if not self.cache.seen:  # they are of tokens that were all taken back, in whatever rows
+            self.index_keys = self.index_places = None
         if self.index_keys is not None:
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
         if self.index_places is not None:

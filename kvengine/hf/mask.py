@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from kvengine.cache import LayerCache
 from kvengine.errors import ModelError
 from kvengine.session import Session
 
@@ -156,6 +157,11 @@ class LazyMask:
         same = same and (known == before or bool(rows[:, known:before].all()))
         self.found["hides"], session.mask = not same, now
         return not same
+
+    def turns(self, cache: LayerCache, n: int) -> bool:
+        """Whether `n` new tokens of a layer begin a turn or are a prompt's, or it says other things of earlier ones."""
+        session = cache.session
+        return self.hides(session) or session.turn == cache.seen or cache.prompt_tokens(n) > 0
 
     def hidden(self, n: int, turn: bool) -> Bool[Tensor, "seq earlier"] | None:
         """Which of the tokens before the newest `n` are none by this mask; None if all are tokens, and for one that goes on.

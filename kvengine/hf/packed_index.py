@@ -127,7 +127,9 @@ def check(cache: EngineCache, made: Tensor, mask: Tensor | None, dtype: torch.dt
     """
     seen, n = cache.seen, made.shape[1]
     held = next((x for layer in indexes(cache) if (x := layer.indexed) is not None), None)
-    if n == 1 and seen and cache.session.turn != seen and (made.is_cuda or cache.session.generating):
+    session = cache.session
+    chunk = session.turn == seen or (session.prompt_end or 0) > seen  # single, but given to `generate`
+    if n == 1 and seen and not chunk and (made.is_cuda or (session.generating and not session.following)):
         return
     real = made.new_ones(made.shape[:2], dtype=torch.bool)
     before = real.new_ones(len(real), 0) if held is None or not seen else held[..., -1].bool().to(real.device)

@@ -60,8 +60,10 @@ def parted(size: int | None, cache: EngineCache, total: int | None) -> bool:
 
 
 def first(size: int | None, cache: EngineCache, total: int) -> int:
-    """Where the first part ends of a prompt of `total` tokens, none read yet; all of it, where it is not read in parts."""
-    return ends(0, total, size)[0] if size is not None and parted(size, cache, total) else total
+    """Where the first part ends of a prompt of `total` tokens; all of it, where it is not read in parts."""
+    if size is None or cache.stack == Stack() or cache.session.following:
+        return total
+    return ends(0, total, size)[0]
 
 
 def announce(cache: EngineCache, size: int | None, total: int | None, drafting: bool, assisted: bool) -> None:

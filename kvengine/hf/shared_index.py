@@ -77,6 +77,8 @@ class SharedIndex(CacheLayerMixin):
         return None if self.index_keys is None else self.index_keys[:, : self.source.cache.seen]
 
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
+        if not self.source.cache.seen:
+            self.index_keys = None
         if self.index_keys is not None:
             self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
 

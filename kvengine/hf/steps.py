@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvengine import latent
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.fixed import FixedLayer
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.devices import uncollected
@@ -178,8 +178,16 @@ class Steps:
             first.append(self.run())
             return first[0]
 
-        with dispatch.torch_only():
-            recorded = make_fx(step)(*state)
+        try:
+            with dispatch.torch_only():
+                recorded = make_fx(step)(*state)
+        except RuntimeError as error:
+            if "value out of a tracing tensor" not in str(error):
+                raise
+            raise UnsupportedPolicy(
+                f"a decode step of '{self.cache.stack}' cannot be traced: the host looks at what it computes, as it does on a "
+                "CPU at what a policy of one's own returns; take how='eager'"
+            ) from error
         return lambda: recorded(*state), first[0]
 
     def graph(self) -> tuple[Step, Tensor]:

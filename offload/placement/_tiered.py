@@ -36,6 +36,8 @@ from kvengine.offload.placement._packed import Packed
 from kvengine.offload.placement._staged import Staged
 
 log = logging.getLogger(__name__)
+READ = 1 << 24
+"""Bytes of pieces that are read from a tier together."""
 
 
 def oldest(used: np.ndarray, count: int) -> np.ndarray:
@@ -221,44 +223,46 @@ class Tiered:
 
     def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields:
         """Raises StoreError if a piece's only copy cannot be read."""
-        ids, inverse = np.unique(at.cpu().numpy(), return_inverse=True)
+        ids, place, inverse = np.unique(at.cpu().numpy(), return_index=True, return_inverse=True)
+        if len(ids) < len(at):
+            place = np.arange(len(ids))
         self.settle()
         self.clock += 1
         self.last = ids
         if (following := self.site.ahead.after(self.at)) is not None and following is not self:
             following.fetch_ahead()
         out = {name: x.new_zeros(len(ids), *x.shape[1:]) for name, x in self.like.items()}
-        source = self.collect(ids, out)
-        self.promote(ids, source, out)
+        source = self.collect(ids, place, out)
+        self.promote(ids, place, source, out)
         if following is self:
             self.fetch_ahead()
         out = {name: x for name, x in out.items() if name not in without}
-        if len(ids) == len(at) and bool((ids[inverse] == ids).all()):  # each once, in order
+        if len(ids) == len(at):  # each once, and where it was wanted
             return out
         where = torch.from_numpy(inverse.reshape(-1)).to(at.device)
         return {name: x[where] for name, x in out.items()}
 
-    def collect(self, ids: np.ndarray, out: Fields) -> np.ndarray:
-        """Fill `out` from the highest tiers that have the pieces; which tier each came from, -1 for never written."""
+    def collect(self, ids: np.ndarray, place: np.ndarray, out: Fields) -> np.ndarray:
+        """Fill `out`, at their `place`, from the highest tiers that have the pieces; which tier each came from, -1 for never
+        written."""
         source = np.full(len(ids), -1)
         missing = np.any(self.slot[:, ids] >= 0, axis=0)
         failed: StoreError | None = None
         for t, level in enumerate(self.levels):
             if isinstance(level, Packed):
-                self.unload(ids, missing, source, out)
+                self.unload(ids, place, missing, source, out)
             here = np.flatnonzero(missing & (self.slot[t, ids] >= 0))
             if not len(here):
                 continue
             try:
-                found = level.read(self.slot[t, ids[here]], ())
+                for some in self.portions(here):
+                    self.enter(place[some], level.read(self.slot[t, ids[some]], ()), out)
+                    self.used[t, ids[some]] = self.clock
+                    self.served[level.name] += len(some)
+                    missing[some], source[some] = False, t
             except StoreError as error:
                 self.fault(error)
                 failed = error
-                continue
-            self.enter(here, found, out)
-            self.used[t, ids[here]] = self.clock
-            self.served[level.name] += len(here)
-            missing[here], source[here] = False, t
         try:
             if failed is not None and missing.any():
                 raise failed
@@ -266,29 +270,34 @@ class Tiered:
             failed = None  # no circle: an error knows the frames that it passed, and so this shelf
         return source
 
-    @staticmethod
-    def enter(here: np.ndarray, found: Fields, out: Fields) -> None:
-        for name, x in found.items():
-            out[name][torch.from_numpy(here).to(out[name].device)] = x.to(out[name].device)
+    def portions(self, here: np.ndarray) -> list[np.ndarray]:
+        """Some at a time: read at once, all would be there as bytes and as fields beside what they are put into."""
+        each = max(1, READ // self.layout.size)
+        return np.split(here, range(each, len(here), each))
 
-    def unload(self, ids: np.ndarray, missing: np.ndarray, source: np.ndarray, out: Fields) -> None:
+    @staticmethod
+    def enter(at: np.ndarray, found: Fields, out: Fields) -> None:
+        for name, x in found.items():
+            out[name][torch.from_numpy(at).to(out[name].device)] = x.to(out[name].device)
+
+    def unload(self, ids: np.ndarray, place: np.ndarray, missing: np.ndarray, source: np.ndarray, out: Fields) -> None:
         """Take what was fetched ahead."""
         if self.staged is None:
             return
         staged, self.staged = self.staged, None
         here = np.flatnonzero(missing & np.isin(ids, staged.at))
-        if len(here):
-            rows = torch.from_numpy(np.searchsorted(staged.at, ids[here]))
-            self.enter(here, self.layout.unpack(staged.raw[rows]), out)
-            self.served["ahead"] += len(here)
-            missing[here], source[here] = False, self.lowest(ids[here])
+        for some in self.portions(here) if len(here) else ():
+            rows = torch.from_numpy(np.searchsorted(staged.at, ids[some]))
+            self.enter(place[some], self.layout.unpack(staged.raw[rows]), out)
+            self.served["ahead"] += len(some)
+            missing[some], source[some] = False, self.lowest(ids[some])
 
     def lowest(self, ids: np.ndarray) -> np.ndarray:
         """The highest tier below memory that has each piece."""
         first = self.below[0]
         return first + (self.slot[first:, ids] >= 0).argmax(0)
 
-    def promote(self, ids: np.ndarray, source: np.ndarray, found: Fields) -> None:
+    def promote(self, ids: np.ndarray, place: np.ndarray, source: np.ndarray, found: Fields) -> None:
         """Bring what came from below to the highest tiers that have room beside what else was read."""
         for t, level in enumerate(self.levels[:-1]):
             if isinstance(level, Packed):
@@ -297,7 +306,7 @@ class Tiered:
             up = np.flatnonzero(source > t)[: max(0, room)]
             if not len(up):
                 continue
-            rows = torch.from_numpy(up)
+            rows = torch.from_numpy(place[up])
             try:
                 self.place(t, ids[up], {name: x[rows.to(x.device)] for name, x in found.items()}, beyond=False)
             except Full:  # what would have to go down has nowhere to go: they are read where they are

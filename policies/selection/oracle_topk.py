@@ -3,8 +3,9 @@
     want_j  =  max over the query group of softmax(q k^T)_j          (over the sealed tokens; the open tail is read anyway)
     read    =  the best tokens, up to `budget` with the open tail
 
-It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give. A
-cap on logits (Gemma 2) counts as in the model's own attention.
+It looks at every key to choose, so it saves no time; it says what a perfect choice of so many tokens would give. Where
+pages are elsewhere (`host`, `disk`), every key is brought for that at every token, and what is chosen once more. A cap on
+logits (Gemma 2) counts as in the model's own attention.
 
 Of one query head's attention no other choice of as many tokens receives more. In a query group each head is asked for
 shares of what it pays to sealed tokens, whatever it pays to the tail or to a sink's logit (gpt-oss): so a head that looks

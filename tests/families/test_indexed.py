@@ -222,6 +222,21 @@ def test_another_batch_is_refused_before_anything_is_kept() -> None:
         model(torch.full((3, 1), 5), **passed(model, cache))
 
 
+def rows_may_be_others_once_all_is_taken_back(model: Any) -> None:
+    """Index keys of no token were there still, of as many rows as there had been: an IndexError, and a broken cache."""
+    ids, cache = torch.arange(3, 30).view(3, 9), EngineCache(kvengine.patch(model))
+    with torch.no_grad():
+        model(ids[:2], **passed(model, cache))
+        cache.rollback(9)
+        cache.reorder_cache(torch.tensor([0, 1, 1]))
+        found, want = (model(ids, **passed(model, x)).logits for x in (cache, EngineCache(model)))
+    assert torch.equal(found, want)
+
+
+def test_rows_may_be_others_once_all_is_taken_back() -> None:
+    rows_may_be_others_once_all_is_taken_back(build())
+
+
 def read_by_full_alone(model: Any, wrapped: Container[int]) -> None:
     """With weights in these layers that the engine does not know, as an adapter's, say, 'full' reads all, under the model's
     mask."""

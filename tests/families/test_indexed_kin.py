@@ -13,7 +13,17 @@ import torch
 import transformers
 from families.configs import padded_batch
 from families.sights import IMAGE, PIXTRAL, VIEW, noise, text, words
-from families.test_indexed import CODED, DSA, STORED, WAYS, cache_of, generated, read_by_full_alone, rows_as_alone
+from families.test_indexed import (
+    CODED,
+    DSA,
+    STORED,
+    WAYS,
+    cache_of,
+    generated,
+    read_by_full_alone,
+    rows_as_alone,
+    rows_may_be_others_once_all_is_taken_back,
+)
 from support_device import Device, pretended
 from test_split_model import split
 from torch import Tensor
@@ -83,6 +93,11 @@ def test_greedy_text_of_a_padded_batch(name: str, policy: str) -> None:
     with kvengine.patched(model, policy):
         assert torch.equal(generated(model), want)
     assert torch.equal(generated(model), want)
+
+
+@pytest.mark.skipif(READS not in NAMES, reason="this transformers has no Mistral Large 4")
+def test_rows_may_be_others_once_all_is_taken_back() -> None:
+    rows_may_be_others_once_all_is_taken_back(build())
 
 
 @pytest.mark.slow

@@ -206,6 +206,12 @@ def test_words_between_turns_are_refused_before_anything_is_taken() -> None:
     for wrong in (late, hidden):
         with pytest.raises(CacheError, match=BEHIND):
             generated(model, {"input_ids": more, "attention_mask": wrong}, 3, **{CACHE: cache})
+    for following in (False, True):
+        fed = copy.deepcopy(cache)
+        fed.follow_up(following)
+        with pytest.raises(CacheError, match=BEHIND):
+            generated(model, {"input_ids": more, "attention_mask": late}, 3, **{CACHE: fed}, prefill_chunk_size=1)
+        assert fed.seen == 47
     with pytest.raises(ModelError, match="a dictionary by kinds of layers"):
         model(more, attention_mask={INDEXED: mask.bool(), LINEAR: mask.bool()}, **passed(model, cache))
     right = {"input_ids": more, "attention_mask": mask}

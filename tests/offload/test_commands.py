@@ -187,7 +187,10 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     assert "there is no store at" in run("ls", "-s", tmp_path / "file", status=2)
     (tmp_path / "round").symlink_to(tmp_path / "round")  # what cannot be looked into may well be one
     assert "Too many levels of symbolic links" in run("ls", "-s", tmp_path / "round", status=2)
-    assert "cannot be opened" in run("import", tmp_path / "file", "-s", tmp_path / "file", status=2)
+    (one := tmp_path / "one.kv").write_bytes(record.header(KEYS[0], [b"x"], None) + b"x")
+    assert "cannot be opened" in run("import", one, "-s", tmp_path / "file", status=2)
+    for wrong in ("nothing.kv", "file"):
+        assert "was not imported" in run("import", tmp_path / wrong, "-s", tmp_path / "nothing", status=2)
     (tmp_path / "mine").mkdir()
     for words in (["ls"], ["info", "00"], ["verify"], ["gc"], ["export", "00", tmp_path / "out"]):
         for place in ("mine", "nothing"):

@@ -89,6 +89,22 @@ RETENTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one share for all rows": (SHARES | {"share": lambda s, seen, measures: [x.first[:1] for x in seen]}, r"Mine\.share"),
     "shares in parts": (SHARES | {"share": lambda s, seen, measures: [x.first / 2 for x in seen]}, r"Mine\.share returned"),
+    "a limit in parts": (
+        {"decodes": True, "limit": lambda s, seen: 20.5, "keep": lambda s, seen: seen.recent(20)},
+        r"Mine\.limit returned float, expected a number of tokens, or None",
+    ),
+    "a limit of which keep knows nothing": (
+        {"decodes": True, "limit": lambda s, seen: 20, "keep": lambda s, seen: seen.valid},
+        r"Mine\.keep left 100 tokens in a row, but its `limit` says that 20 are the most",
+    ),
+    "a limit of the prompt alone": (
+        {"decodes": True, "limit": lambda s, seen: 20, "keep": lambda s, seen: seen.recent(20) if seen.prompt else None},
+        r"Mine\.keep left 21 tokens in a row",
+    ),
+    "a limit that nothing keeps": (
+        {"limit": lambda s, seen: 20, "keep": lambda s, seen: seen.recent(20)},
+        r"Mine\.limit says that a row holds no more than 20 tokens .* set it to True",
+    ),
     "positions written": ({"score": lambda s, seen: seen.position.fill_(7).float()}, r"Mine\.score wrote into seen\.position"),
     "keys written": ({"keep": lambda s, seen: seen.read()[0].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its keys"),
     "values written": ({"keep": lambda s, seen: seen.read()[1].zero_()[..., 0] == 0}, r"Mine\.keep wrote into .* its values"),
