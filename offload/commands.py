@@ -230,9 +230,8 @@ def import_values(
     with readable_errors(), ExitStack() as open_store:
         for file in files:
             entry, payload = exported(file)
-            target = target or open_store.enter_context(
-                opened(store, made=True)
-            )  # none is made for a file that is none
+            # Behind the file: where that is none, no store is made either.
+            target = target or open_store.enter_context(opened(store, made=True))
             target.put(entry.key, [payload], ttl)
             typer.echo(f"{entry.key} {entry.size:,} bytes <- {file}")
 
