@@ -285,6 +285,8 @@ def test_what_is_settled_is_history_and_the_last_token_is_always_missing(model: 
     session, ids = Session(model, EngineCache(model, "h2o(budget=16)")), prompt(40)[0].tolist()
     session.prefill(ids)
     session.feed([4, 5])
+    assert session.align(Text([*ids, 6]), (5, 7)) == [6, 5, 7] and (session.open, session.cache.seen) == ([], 40)
+    session.feed([4, 5])
     assert session.align(Text([*ids, 4, 5]), ()) == [5] and session.open == [4]
     session.feed([5])
     session.settle(Text([*ids, 4, 5, 6]))

@@ -127,7 +127,9 @@ def test_a_tier_sums_its_rounds_and_a_report_its_rows() -> None:
     for _ in range(2):
         total.add(one)
     twice = TierReport("target", 6, 22, 16, 14.5, 3.0, tested=[4, 4], stood=[4, 2], depths=[2, 0, 2, 2])
-    assert total == Report(2, 20, 8, 1.0, 4.0, 2.0, [twice]) and expected(twice) == pytest.approx((1 + 2.3125 + 2.734375) / 3)
+    assert total == Report(2, 20, 8, 1.0, 4.0, 2.0, [twice]) and expected(twice) == pytest.approx(
+        (1 + 2.3125 + 2.734375) / 3
+    )
 
 
 def test_seconds_of_a_round_are_counted_once(target: Any) -> None:
