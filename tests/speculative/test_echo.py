@@ -172,8 +172,9 @@ def test_a_view_with_room_for_all_is_the_target(model: Any) -> None:
     torch.testing.assert_close(mine.feed_tree([], tree), whole.feed_tree([], tree), rtol=1e-4, atol=1e-4)
 
 
-def test_a_view_renews_its_choice_before_it_overflows(model: Any) -> None:
-    whole, mine, text = echo(model, "quest(budget=24, page=4)", prompt(60), every=10_000, below=0.0)
+@pytest.mark.parametrize("stack", ["quest(budget=24, page=4)", "ann(budget=24)"])  # an index is added to
+def test_a_view_renews_its_choice_before_it_overflows(model: Any, stack: str) -> None:
+    whole, mine, text = echo(model, stack, prompt(60), every=10_000, below=0.0)
     text.tokens.append(3)
     for _ in range(SLACK // 5 + 3):
         round_(whole, mine, text, [5, 6, 7, 8], 4)
