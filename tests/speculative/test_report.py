@@ -137,6 +137,7 @@ def test_seconds_of_a_round_are_counted_once(target: Any) -> None:
     text, clock = Text(prompt()[0].tolist()), itertools.count()
     tier = TriForce(target, llama(1, layers=1), None).tiers(Law(), rule(0, 0, False), frozenset(), Watch())
     prefill(tier, text.tokens)
+    assert tier.reader is not None and tier.reader.session.settled == len(text)  # read as a prompt, by both
     text.tokens.append(2)
     tier.clock, tier.other = lambda: float(next(clock)), 7.0
     tier.step(text, ())
