@@ -155,7 +155,7 @@ def paired(
 
 
 def shrunken(differences: NDArray[np.float64], clusters: Sequence[str]) -> tuple[float, float]:
-    """Interval of a mean of differences in [-1, 1], each cluster's mean counting once.
+    """Interval of a mean of differences in [-1, 1], which clusters pull by the number that they hold of them.
 
     Agresti and Min (2005), for matched pairs: as if two more clusters had been seen, one without a difference and half
     a one in each direction. So a few clusters that all agree do not give an interval of no width. By Student's t, as their
@@ -165,9 +165,9 @@ def shrunken(differences: NDArray[np.float64], clusters: Sequence[str]) -> tuple
     True
     """
     _, where, sizes = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
-    means = np.bincount(where, weights=differences) / sizes
-    n = len(means) + 2
-    centre = float(means.sum()) / n
-    half = student(n - 1) * sqrt(max(0.0, (float((means**2).sum()) + 1) / n - centre**2) / n)
-    low, high = centre - half, centre + half
-    return max(-1.0, min(low, float(means.mean()))), min(1.0, max(high, float(means.mean())))
+    mean, n = float(differences.mean()), len(sizes) + 2
+    centre = mean * len(sizes) / n
+    pulls = np.bincount(where, weights=differences - centre) * len(sizes) / len(differences)
+    # Of the two more: what lies 1 above and 1 below counts half, and what lies at 0 whole.
+    half = student(n - 1) * sqrt((float((pulls**2).sum()) + 1 + 2 * centre**2) / n / n)
+    return max(-1.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))

@@ -280,7 +280,7 @@ def notes(found: list[CellResult]) -> str:
 
 def fewer(found: list[CellResult], place: Place) -> list[str]:
     """Who was asked less than others were: its samples were not all measured, or a failure ended them."""
-    there = [cell for cell in found if cell.place == place and cell.score]
+    there = [cell for cell in found if cell.place == place]
     most = max((cell.score.n for cell in there if cell.score), default=0)
     return [
         f"- `{cell.policy}` on {cell.task} ({cell.length}, {cell.mode}): {cell.score.n} of {most} answers"
@@ -291,7 +291,7 @@ def fewer(found: list[CellResult], place: Place) -> list[str]:
 
 def shortened(found: list[CellResult], task: str) -> list[str]:
     """Whose contexts lost their middle: what was asked for may have stood there, whatever the policy."""
-    there = [cell for cell in found if cell.task == task and cell.score]
+    there = [cell for cell in found if cell.task == task]
     cut, of = max(((cell.cut, cell.score.clusters) for cell in there if cell.score), default=(0, 0))
     return [f"- {task}: {cut} of {of} texts were longer than the length and lost their middle"] if cut else []
 

@@ -151,8 +151,9 @@ def test_settings_of_a_file(text: str, says: str, tmp_path: Path) -> None:
 
 
 def test_the_words_on_and_off_of_a_file_are_the_chats(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("chat: off")
-    assert build("ruler", tmp_path / "run.yaml", {}).chat == "off"
+    for word in ("on", "off"):
+        (tmp_path / "run.yaml").write_text(f"chat: {word}")
+        assert build("ruler", tmp_path / "run.yaml", {}).chat == word
 
 
 @pytest.mark.parametrize("words", [("eval", "ruler", "--policies", "full"), ("demo",)])

@@ -7,6 +7,7 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import kvengine
 from kvengine import saved
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, IncompatibleCache, ModelError, StoreError
+from kvengine.fingerprint import identity
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 
@@ -427,7 +429,8 @@ def test_a_store_that_is_down_or_slow_means_computing(model: Any, tmp_path: Path
 def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)
-    assert reuse.fetch(ids, "h2o(budget=24)").seen == 0  # judges by the attention of all queries
+    for judging in ("h2o(budget=24)", "zipcache(block=16)"):  # by the attention of all queries, or of some anywhere
+        assert reuse.fetch(ids, judging).seen == 0
     assert reuse.fetch(ids.expand(2, -1)).seen == 0  # chunks are of one sequence
     cache = kvengine.EngineCache(model, "snapkv(budget=24, window=6)")
     text(model, ids, cache)
@@ -452,6 +455,7 @@ def test_keys_of_another_model_are_not_stored_as_this_ones(model: Any, tmp_path:
     [
         ({"timeout": 0}, StoreError, "positive number of seconds"),
         ({"timeout": None}, StoreError, "positive number of seconds"),
+        ({"ttl": 0}, StoreError, "ttl=0.* positive number of seconds, or None for ever"),
         ({"salt": None}, ValueError, "salt is text"),
         ({"level": None}, IncompatibleCache, "no cache level is called 'None'"),
     ],
@@ -466,6 +470,12 @@ def test_options_of_another_kind_are_told_at_once(
     with pytest.raises(ModelError, match="not of a Linear"):
         Prefix(torch.nn.Linear(2, 2), store)
     store.close()
+
+
+def test_a_tokenizer_without_a_backend_is_known_by_its_words(model: Any) -> None:
+    words = ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})
+    same, again, other = (identity(model, SimpleNamespace(get_vocab=lambda x=x: x)).tokenizer for x in words)
+    assert same == again != other
 
 
 def test_keys_that_a_plain_reading_would_not_make_are_not_stored(model: Any, tmp_path: Path) -> None:

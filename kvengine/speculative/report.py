@@ -232,4 +232,4 @@ def longer(a: list[int], b: list[int]) -> list[int]:
 def expected(tier: TierReport) -> float:
     """Tokens per pass if acceptance were the same everywhere, to hold against those measured."""
     found = (rounds * expected_tokens(tier.acceptance or 0.0, depth) for depth, rounds in enumerate(tier.depths))
-    return sum(found) / tier.passes if tier.passes else 0.0
+    return sum(found) / tier.passes

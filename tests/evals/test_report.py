@@ -292,6 +292,7 @@ def test_cells_carry_score_ceiling_difference_and_flag() -> None:
     less = found["easy", "less"]
     assert less.score is not None and less.delta is not None
     assert (less.score.mean, less.ceiling, less.delta.mean, less.nulls) == (0.5, 1.0, -0.5, 5)
+    assert (page.square(less)["text"], page.square(less)["small"][-7:]) == ("50.0", "Δ -50.0")
     assert found["easy", "full"].delta is None and less.flag == ""
     assert found["hard", "less"].flag == "not discriminative" == found["hard", "full"].flag
     assert found["easy", "odd"].status == "refused"
@@ -399,6 +400,8 @@ def test_perplexity_is_not_averaged_and_flagged_where_guessing_is_as_good() -> N
     assert overall([full, x]) == {}
     assert tables.score_text(x).startswith("2.500 [")
     assert (tables.loss(full), tables.loss(x)) == ("2.000", "2.500 (+0.500)")
+    assert tables.differences([full, x]).endswith("| `x` | 0.500 [0.500, 0.500] |\n")
+    assert (page.square(x)["text"], page.square(x)["small"][-8:]) == ("2.500", "Δ +0.500")
 
 
 def test_a_loss_is_held_against_the_models_vocabulary() -> None:

@@ -1278,6 +1278,7 @@ def test_a_bar_that_is_just_met_is_met(tmp_path: Path) -> None:
     many = [{**rows[0], "sample": str(i), "score": float(i < 57)} for i in range(100)]
     assert drive.below(aggregate.cells(many), config(tmp_path, fail_under={"fwe": 57.0})) == []
     assert drive.below(aggregate.cells(many), config(tmp_path, fail_under={"fwe": 57.01}))
+    assert drive.below([], config(tmp_path, fail_under={"fwe": 1.0})) == ["fwe: no such cell"]  # time was up before it
 
 
 def test_all_stands_for_every_method_in_the_tree_at_one_budget(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -220,10 +221,15 @@ def test_prompts_are_the_published_ones() -> None:
 
 
 def test_choice_prompt_keeps_the_double_the() -> None:
-    row = {"context": "C", "multi_turns": [{"input": "Q", "answer": "w", "options": ["u", "v", "w", "x"]}]}
+    row: dict[str, Any] = {
+        "context": "C",
+        "multi_turns": [{"input": "Q", "answer": "w", "options": ["u", "v", "w", "x"]}],
+    }
     assert first_prompt("scbench_choice_eng", row).endswith(
         "C\n\nQuestion: Q\nA. u\nB. v\nC. w\nD. x\n\nThe the correct answer is"
     )
+    assert one("scbench_choice_eng", row).turns[0].meta["answer"] == ["w", "C"]
+    row["multi_turns"][0]["answer"] = ["w"]  # as it is published
     assert one("scbench_choice_eng", row).turns[0].meta["answer"] == ["w", "C"]
 
 
@@ -396,9 +402,24 @@ def test_choice_matcher(text: str, right: float) -> None:
     assert scores.choice(text, ["wet", "C"]) == right
 
 
+@pytest.mark.parametrize(("text", "right"), [("BC, so: (C) not B", 1.0), ("B or C", 0.0), ("wet, c", 0.0), ("", 0.0)])
+def test_the_first_letter_that_stands_alone_is_the_choice(text: str, right: float) -> None:
+    assert TASKS["scbench_choice_eng"].scorers["scbench_choice_eng"](text, ["wet", "C"])["strict"] == right
+
+
 def test_passkey_keeps_leading_zeros() -> None:
     assert scores.first_integer("key 01234.", "01234") == 1.0
     assert scores.first_integer("key 1234", "01234") == 0.0
+
+
+def test_a_longest_common_subsequence_is_the_longest_of_all() -> None:
+    source = Random(0)
+    for _ in range(60):
+        a, b = ("".join(source.choices("abc", k=source.randint(0, 6))) for _ in range(2))
+        found = "".join(a[i] for i in scores.longest_common(a, b))
+        every = ({*map("".join, itertools.chain(*(itertools.combinations(x, n) for n in range(7))))} for x in (a, b))
+        common = set.intersection(*every)
+        assert found in common and len(found) == max(map(len, common))
 
 
 def test_rouge_by_hand() -> None:
@@ -423,4 +444,5 @@ def test_bleu_by_hand() -> None:
     # precisions 3/4, 2/3, 1/2 and no common 4-gram
     assert bleu("a b c x", "a b c d") == 0.0
     assert bleu("a b", "a b c d") == pytest.approx(2.718281828 ** (1 - 4 / 2))
+    assert bleu("a b c", "a b") == pytest.approx((2 / 3 * 1 / 2) ** 0.5)  # no words of the reference make a longer one
     assert code_block("no block") == "no block"

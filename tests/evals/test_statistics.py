@@ -87,6 +87,20 @@ def test_agresti_and_min_by_hand() -> None:
     assert (low, high) == (-1.0, pytest.approx(-0.4112, abs=1e-3))
 
 
+def test_a_difference_is_one_of_answers_where_contexts_have_unequal_numbers_of_them() -> None:
+    """Contexts of twelve questions lose three of five answers, those of three one of ten: 49 of 114 in the long run."""
+    rng, hits = np.random.default_rng(5), 0
+    for _ in range(200):
+        sizes = np.where(rng.random(25) < 0.3, 12, 3)
+        rates = np.repeat(np.where(sizes == 12, rng.choice([0.4, 0.8], 25), 0.1), sizes)
+        lost, names = rng.random(sizes.sum()) < rates, np.repeat(np.arange(25).astype(str), sizes)
+        at = list(zip(names.tolist(), range(len(names)), strict=True))
+        found = paired(dict(zip(at, 1.0 - lost, strict=True)), dict.fromkeys(at, 1.0))
+        assert found is not None and found.low < found.mean < found.high
+        hits += found.low <= -(0.3 * 12 * 0.6 + 0.7 * 3 * 0.1) / (0.3 * 12 + 0.7 * 3) <= found.high
+    assert 0.9 <= hits / 200 <= 0.99
+
+
 def test_unbounded_values_of_one_context_have_no_interval() -> None:
     assert interval([2.5, 3.0], ["a", "a"]).high == np.inf
     found = paired({("a", 0): 2.5}, {("a", 0): 2.0})

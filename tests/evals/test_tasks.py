@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvengine.errors import EvaluationError
-from kvengine.evals.tasks import Plan, Sample, catalogue, choose
+from kvengine.evals.tasks import Plan, Sample, Turn, catalogue, choose
 from kvengine.evals.tasks import longbench as lb
 from kvengine.evals.tasks._fit import NoData
 from kvengine.evals.tasks._scores import rouge_l
@@ -184,6 +184,13 @@ def test_longbench_scorers_by_hand() -> None:
         .turns[0]
     )
     assert trec.score(turn, "\nFood\nCity") == {"classification": 1.0}  # only the first line counts
+    for name, answers, told, want in (
+        ("passage_count", ("4", "3"), "3, no: 4 or 3", {"count": pytest.approx(2 / 3)}),  # the best of several answers
+        ("passage_count", ("4",), "four", {"count": 0.0}),
+        ("gov_report", ("the cat sat",), "cat the", {"rouge_l": pytest.approx(0.4)}),
+    ):
+        asked = Turn(question="q", answers=answers, max_new_tokens=8, meta={"classes": []})
+        assert catalogue("longbench")[name].score(asked, told) == want
 
 
 def test_longbench_rouge_is_that_of_the_package() -> None:

@@ -312,6 +312,19 @@ def test_a_prompt_that_shares_nothing_with_the_context_is_read_by_itself(
     assert {row["status"] for row in shared.journal.rows} == {"ok"}
 
 
+def test_bytes_of_a_batch_are_divided_among_its_conversations_and_tokens_are_each_ones() -> None:
+    counts = torch.tensor([[[4, 6], [8, 8]], [[2, 4], [6, 10]]])  # layer, sequence, head
+    tiers = {"device": {"k": 10, "v": 20}, "host": {"k": 6}}
+    stats = SimpleNamespace(held=counts, attended=counts // 2, bytes_held=36, read_per_token=12, bytes=tiers)
+    found = engine.engine_usages(stats)
+    assert [(one.held, one.attended) for one in found] == [(4.0, 2.0), (8.0, 4.0)]
+    assert {(one.bytes_held, one.read_per_token, *one.tiers.items()) for one in found} == {
+        (18, 6, ("device", 15), ("host", 3))
+    }
+    whole = engine.engine_usage(stats)
+    assert (whole.held, whole.bytes_held, whole.tiers) == (6.0, 36, {"device": 30, "host": 6})
+
+
 def test_a_cell_that_was_given_up_is_not_tried_again(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,8 @@ def test_rows_that_a_criterion_has_ended_stay_at_their_end_after_a_loss(options:
     {"exponential_decay_length_penalty": (8, 1.2), "eos_token_id": 5, "pad_token_id": 0},
     {"guidance_scale": 1.5},
     {"guidance_scale": 1.5, "negative_prompt_ids": torch.arange(3, 11)[None]},
+    {"guidance_scale": 1.5, "negative_prompt_ids": torch.arange(3, 11)[None],
+     "negative_prompt_attention_mask": (torch.arange(8)[None] > 2).long()},
 ], ids=lambda options: " ".join(options))  # fmt: skip
 @pytest.mark.parametrize("named", [True, False])
 def test_settings_that_count_from_the_prompts_end_still_do_after_a_loss(options: dict[str, Any], named: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import llama, one
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import kvengine
@@ -17,7 +17,7 @@ from kvengine.hf.cache import STATE
 from kvengine.hf.names import CACHE
 from kvengine.speculative.adaptive import Adaptive
 from kvengine.speculative.branch import Branching
-from kvengine.speculative.check import Gamma, check_room
+from kvengine.speculative.check import Gamma, check_arguments, check_room
 from kvengine.speculative.commands import numbers
 from kvengine.speculative.echo import Refresh
 from kvengine.speculative.triforce import TriForce, coarse_of
@@ -276,3 +276,10 @@ def test_numbers_of_a_command_are_whole() -> None:
     assert numbers("1, 6") == [1, 6]
     with pytest.raises(EvaluationError, match="'1,x' is not a list of whole numbers"):
         numbers("1,x")
+
+
+def test_arguments_that_say_nothing_are_none() -> None:
+    """`generate` hands such on to models that see, where a prompt has no image."""
+    check_arguments(GenerationConfig(), {"token_type_ids": None, "images": {}})
+    with pytest.raises(ModelError, match="'token_type_ids' would be passed over"):
+        check_arguments(GenerationConfig(), {"token_type_ids": torch.zeros(1, 2)})

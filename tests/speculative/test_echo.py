@@ -172,8 +172,9 @@ def test_a_view_with_room_for_all_is_the_target(model: Any) -> None:
     torch.testing.assert_close(mine.feed_tree([], tree), whole.feed_tree([], tree), rtol=1e-4, atol=1e-4)
 
 
-def test_a_view_renews_its_choice_before_it_overflows(model: Any) -> None:
-    whole, mine, text = echo(model, "quest(budget=24, page=4)", prompt(60), every=10_000, below=0.0)
+@pytest.mark.parametrize("stack", ["quest(budget=24, page=4)", "ann(budget=24)"])  # an index is added to
+def test_a_view_renews_its_choice_before_it_overflows(model: Any, stack: str) -> None:
+    whole, mine, text = echo(model, stack, prompt(60), every=10_000, below=0.0)
     text.tokens.append(3)
     for _ in range(SLACK // 5 + 3):
         round_(whole, mine, text, [5, 6, 7, 8], 4)
@@ -284,6 +285,8 @@ def test_what_is_settled_is_history_and_the_last_token_is_always_missing(model: 
     """Nothing is kept to go back to; and a pass needs a token, though it was read before."""
     session, ids = Session(model, EngineCache(model, "h2o(budget=16)")), prompt(40)[0].tolist()
     session.prefill(ids)
+    session.feed([4, 5])
+    assert session.align(Text([*ids, 6]), (5, 7)) == [6, 5, 7] and (session.open, session.cache.seen) == ([], 40)
     session.feed([4, 5])
     assert session.align(Text([*ids, 4, 5]), ()) == [5] and session.open == [4]
     session.feed([5])

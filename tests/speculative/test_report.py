@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,7 +13,12 @@ from torch import Tensor
 import kvengine
 from kvengine.errors import EvaluationError
 from kvengine.speculative import bench
-from kvengine.speculative.report import Report, TierReport
+from kvengine.speculative.accept import rule
+from kvengine.speculative.ahead import Round
+from kvengine.speculative.clock import Watch
+from kvengine.speculative.law import Law, Text
+from kvengine.speculative.report import Report, TierReport, expected
+from kvengine.speculative.run import prefill
 from kvengine.speculative.triforce import TriForce
 
 
@@ -105,6 +111,38 @@ def test_reports_that_are_summed_stay_as_they_are() -> None:
         total.add(one)
     assert (total.tiers[0].passes, total.tiers[0].tested) == (6, [4])
     assert one == Report(tiers=[TierReport("target", passes=3, tested=[2], stood=[1])])
+
+
+def test_a_tier_sums_its_rounds_and_a_report_its_rows() -> None:
+    tier = TierReport("target")
+    for what in (
+        Round(3, 3, 1, (), 4, 0.5, 1.0, 0.25, (1, 2, 3)),
+        Round(2, 5, 2, (), 6, 1.0, 2.0, 0.0, (3, 5)),
+        Round(0, 0, 0, (), 1, 0.0, 4.0),
+    ):
+        tier._count(what)
+    summed = TierReport("target", 3, 11, 8, 7.25, 1.5, tested=[2, 2], stood=[2, 1], depths=[1, 0, 1, 1])
+    assert tier == summed and (tier.tokens_per_pass, tier.acceptance) == (2.0, 0.75)
+    total, one = Report(), Report(1, 10, 4, 0.5, 2.0, 1.0, [tier])
+    for _ in range(2):
+        total.add(one)
+    twice = TierReport("target", 6, 22, 16, 14.5, 3.0, tested=[4, 4], stood=[4, 2], depths=[2, 0, 2, 2])
+    assert total == Report(2, 20, 8, 1.0, 4.0, 2.0, [twice]) and expected(twice) == pytest.approx(
+        (1 + 2.3125 + 2.734375) / 3
+    )
+
+
+def test_seconds_of_a_round_are_counted_once(target: Any) -> None:
+    """A tick for each look at the clock: one lies between the draft's preparation and its end, and is not the draft's own."""
+    text, clock = Text(prompt()[0].tolist()), itertools.count()
+    tier = TriForce(target, llama(1, layers=1), None).tiers(Law(), rule(0, 0, False), frozenset(), Watch())
+    prefill(tier, text.tokens)
+    assert tier.reader is not None and tier.reader.session.settled == len(text)  # read as a prompt, by both
+    text.tokens.append(2)
+    tier.clock, tier.other = lambda: float(next(clock)), 7.0
+    tier.step(text, ())
+    (what,) = tier.rounds
+    assert (what.draft_seconds, what.judge_seconds, what.other_seconds, tier.other) == (2.0, 1.0, 8.0, 0.0)
 
 
 def test_a_picture_names_budgets_that_are_no_part_of_the_context_in_tokens() -> None:
