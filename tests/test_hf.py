@@ -86,6 +86,26 @@ def test_an_assistant_under_a_policy_drafts_behind_a_single_token(text: str) -> 
     assert torch.equal(greedy(model, batch, assistant_model=assistant), want)
 
 
+def test_what_was_accepted_of_drafts_is_no_prompt_to_an_assistant() -> None:
+    """Its prompt is judged once, at its last token but one, and what comes behind is decoded."""
+    assistant, caches = patched("snapkv(budget=24, window=6)"), []
+    assistant.register_forward_pre_hook(lambda _, __, given: caches.append(given[CACHE]), with_kwargs=True)
+    greedy(patched("full"), one(), 6, assistant_model=assistant)
+    assert caches[0].seen > 63 and int(caches[0].stats().held.max()) == 24 + caches[0].seen - 60
+
+
+@torch.no_grad()
+def test_one_token_ends_a_prompt_whose_length_is_not_told() -> None:
+    """Where a part of it was read before."""
+    model, ids = patched("snapkv(budget=24, window=6)"), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    cache.announce(61)
+    model(ids[:, :40], cache=cache)
+    cache.announce(None)
+    model(ids[:, 40:41], cache=cache)
+    assert int(cache.stats().held.max()) == 24 and not cache.half_read
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=6)", "quest(budget=32, page=4)"])
 def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
     """The second turn comes with all ids; what is cached is not read again."""

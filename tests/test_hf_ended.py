@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
+from support import MIXED, SMALL, every, greedy, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
@@ -281,6 +281,17 @@ def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
         model.generate(**batch, max_new_tokens=9, eos_token_id=None, do_sample=False, cache=cache)
         assert cache.session.ended is None
         model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
+
+
+def test_who_ended_in_one_turn_is_not_taken_to_pause_in_the_next() -> None:
+    """In which no token ends a text, so that nobody says again who has ended."""
+    model, batch = patched("snapkv(budget=500)"), prompts(3, 40)
+    cache = EngineCache(model)
+    now = say(model, cache, *batch.values(), ENDS).sequences
+    more = torch.randint(1, END, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.cat([real(now, 40, batch["attention_mask"]), torch.ones_like(more)], 1)
+    later = {"input_ids": torch.cat([now, more], 1), "attention_mask": mask}
+    assert torch.equal(greedy(model, later, 6, cache=cache), greedy(llama(), later, 6))
 
 
 class Numbers(StoppingCriteria):
