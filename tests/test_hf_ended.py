@@ -364,14 +364,15 @@ class Told(StoppingCriteria):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a list of sets. A row of its own is never told: its text ends with it. And who has ended stays so."""
+    """Against a list of sets, and of when. A row of its own is never told: its text ends with it. And who has ended stays so."""
     passes: list[set[int]] = [set(), {0}, {0}, {rows - 1}, {rows - 1}]
     with pretended(monkeypatch):
-        session, ids = Session(), there(torch.zeros(rows, 1, dtype=torch.long))
+        session, ids = Session(), there(torch.zeros(rows, 5, dtype=torch.long))
         ends, ended, before = Ends(StoppingCriteriaList([Told()]), session, True), set[int](), None
-        for now in passes:
+        when = dict[int, int]()
+        for length, now in enumerate(passes, 1):
             told = there(torch.tensor([row in now for row in range(rows)]))
-            assert ends(ids, None, told=told).tolist() == told.tolist()
+            assert ends(ids[:, :length], None, told=told).tolist() == told.tolist()
             assert session.paused is before
             if rows == 1:
                 assert session.ended is None
@@ -379,6 +380,8 @@ def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.Monk
             if now <= ended:  # whoever compares tensors by where they are sees at once that nothing came
                 assert session.ended is before
             ended |= now
+            when |= {row: length for row in now if row not in when}
+            assert session.ends == ([when.get(row) for row in range(rows)] if ended else None)
             before = session.ended
             assert (before is None) == (not ended)
             if before is not None:
