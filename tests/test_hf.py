@@ -95,15 +95,30 @@ def test_what_was_accepted_of_drafts_is_no_prompt_to_an_assistant() -> None:
 
 
 @torch.no_grad()
-def test_one_token_ends_a_prompt_whose_length_is_not_told() -> None:
-    """Where a part of it was read before."""
+def test_a_prompt_of_which_a_part_was_read_goes_on() -> None:
+    """Announced anew, and where somebody stops to follow up; one token ends it if its length is not told."""
     model, ids = patched("snapkv(budget=24, window=6)"), one()["input_ids"]
     cache = kvengine.EngineCache(model)
     cache.announce(61)
-    model(ids[:, :40], cache=cache)
+    model(ids[:, :30], cache=cache)
+    cache.announce(61)
+    cache.follow_up(False)
+    model(ids[:, 30:40], cache=cache)
+    assert cache.half_read
     cache.announce(None)
     model(ids[:, 40:41], cache=cache)
     assert int(cache.stats().held.max()) == 24 and not cache.half_read
+
+
+def test_a_text_that_is_cached_but_for_its_last_token_is_decoded_on() -> None:
+    """That one is no prompt, by whose end all would be judged anew."""
+    model, batch, found = patched("snapkv(budget=24, window=6)"), one(), []
+    for counts in ((12,), (6, 6)):
+        cache, ids = kvengine.EngineCache(model), batch["input_ids"]
+        for count in counts:
+            ids = torch.cat([ids, greedy(model, {"input_ids": ids}, count, cache=cache)], 1)
+        found.append((ids, cache.stats().held))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=6)", "quest(budget=32, page=4)"])
