@@ -63,6 +63,15 @@ def test_the_text_is_that_of_eager_decoding_and_the_next_turns_too(name: str, te
     assert torch.equal(*again)
 
 
+def test_padding_that_is_still_in_a_window_is_not_read() -> None:
+    """Of a row with fewer tokens than the window."""
+    model, batch = built("gemma2"), {"input_ids": configs.padded_batch(20)["input_ids"][:2].clamp(min=1)}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, :16] = 0
+    want = say(model, 6, **batch)
+    assert torch.equal(say(model, 6, **batch, custom_generate=kvengine.compile_decode(model)), want)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [3, 6, 7, 8, 9, 16, 17])
 def test_a_prompt_of_any_length_beside_the_window(length: int) -> None:

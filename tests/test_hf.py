@@ -86,6 +86,41 @@ def test_an_assistant_under_a_policy_drafts_behind_a_single_token(text: str) -> 
     assert torch.equal(greedy(model, batch, assistant_model=assistant), want)
 
 
+def test_what_was_accepted_of_drafts_is_no_prompt_to_an_assistant() -> None:
+    """Its prompt is judged once, at its last token but one, and what comes behind is decoded."""
+    assistant, caches = patched("snapkv(budget=24, window=6)"), []
+    assistant.register_forward_pre_hook(lambda _, __, given: caches.append(given[CACHE]), with_kwargs=True)
+    greedy(patched("full"), one(), 6, assistant_model=assistant)
+    assert caches[0].seen > 63 and int(caches[0].stats().held.max()) == 24 + caches[0].seen - 60
+
+
+@torch.no_grad()
+def test_a_prompt_of_which_a_part_was_read_goes_on() -> None:
+    """Announced anew, and where somebody stops to follow up; one token ends it if its length is not told."""
+    model, ids = patched("snapkv(budget=24, window=6)"), one()["input_ids"]
+    cache = kvengine.EngineCache(model)
+    cache.announce(61)
+    model(ids[:, :30], cache=cache)
+    cache.announce(61)
+    cache.follow_up(False)
+    model(ids[:, 30:40], cache=cache)
+    assert cache.half_read
+    cache.announce(None)
+    model(ids[:, 40:41], cache=cache)
+    assert int(cache.stats().held.max()) == 24 and not cache.half_read
+
+
+def test_a_text_that_is_cached_but_for_its_last_token_is_decoded_on() -> None:
+    """That one is no prompt, by whose end all would be judged anew."""
+    model, batch, found = patched("snapkv(budget=24, window=6)"), one(), []
+    for counts in ((12,), (6, 6)):
+        cache, ids = kvengine.EngineCache(model), batch["input_ids"]
+        for count in counts:
+            ids = torch.cat([ids, greedy(model, {"input_ids": ids}, count, cache=cache)], 1)
+        found.append((ids, cache.stats().held))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=40, window=6)", "quest(budget=32, page=4)"])
 def test_a_conversation_goes_on_in_one_cache(text: str) -> None:
     """The second turn comes with all ids; what is cached is not read again."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import configs
-from support import MIXED, SMALL, every, in_turn, llama, patched, prompts
+from support import MIXED, SMALL, every, greedy, in_turn, llama, patched, prompts
 from support_device import pretended, there
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
@@ -283,6 +283,17 @@ def test_rows_that_do_not_end_are_given_no_padding(own: bool) -> None:
         model.generate(**batch, max_new_tokens=9, eos_token_id=END, num_beams=2, do_sample=False)
 
 
+def test_who_ended_in_one_turn_is_not_taken_to_pause_in_the_next() -> None:
+    """In which no token ends a text, so that nobody says again who has ended."""
+    model, batch = patched("snapkv(budget=500)"), prompts(3, 40)
+    cache = EngineCache(model)
+    now = say(model, cache, *batch.values(), ENDS).sequences
+    more = torch.randint(1, END, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.cat([real(now, 40, batch["attention_mask"]), torch.ones_like(more)], 1)
+    later = {"input_ids": torch.cat([now, more], 1), "attention_mask": mask}
+    assert torch.equal(greedy(model, later, 6, cache=cache), greedy(llama(), later, 6))
+
+
 class Numbers(StoppingCriteria):
     """Says with numbers which rows have ended, as those of before transformers asked for booleans may."""
 
@@ -353,14 +364,15 @@ class Told(StoppingCriteria):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a list of sets. A row of its own is never told: its text ends with it. And who has ended stays so."""
+    """Against a list of sets, and of when. A row of its own is never told: its text ends with it. And who has ended stays so."""
     passes: list[set[int]] = [set(), {0}, {0}, {rows - 1}, {rows - 1}]
     with pretended(monkeypatch):
-        session, ids = Session(), there(torch.zeros(rows, 1, dtype=torch.long))
+        session, ids = Session(), there(torch.zeros(rows, 5, dtype=torch.long))
         ends, ended, before = Ends(StoppingCriteriaList([Told()]), session, True), set[int](), None
-        for now in passes:
+        when = dict[int, int]()
+        for length, now in enumerate(passes, 1):
             told = there(torch.tensor([row in now for row in range(rows)]))
-            assert ends(ids, None, told=told).tolist() == told.tolist()
+            assert ends(ids[:, :length], None, told=told).tolist() == told.tolist()
             assert session.paused is before
             if rows == 1:
                 assert session.ended is None
@@ -368,6 +380,8 @@ def test_who_has_ended_is_fed_one_token_more(rows: int, monkeypatch: pytest.Monk
             if now <= ended:  # whoever compares tensors by where they are sees at once that nothing came
                 assert session.ended is before
             ended |= now
+            when |= {row: length for row in now if row not in when}
+            assert session.ends == ([when.get(row) for row in range(rows)] if ended else None)
             before = session.ended
             assert (before is None) == (not ended)
             if before is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import configs
+from families import configs, sights
 from support import greedy, held, llama, one, prompts
 from torch import Tensor
 
@@ -255,6 +255,19 @@ def test_layers_of_transformers_own_are_as_they_were(family: str) -> None:
         ids = batch["input_ids"][row, mask][None]
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         assert torch.equal(alone[0, -6:], together[row])
+
+
+@torch.no_grad()
+def test_padding_that_is_still_in_a_window_is_not_read_again() -> None:
+    """Of a row with less text than a window has tokens; this model hands its layers a mask for each kind of them."""
+    model, (_, ids) = kvengine.patch(sights.build("gemma3"), "kvzip(budget=2, chunk=2, carry=1)"), parts(4, 24)
+    found, ids = [], ids.clamp(3, 90).expand(2, -1)
+    for start in (0, 20):
+        cache, mask = EngineCache(model, positions=True), torch.ones(2, 24 - start, dtype=torch.long)
+        mask[1, : 20 - start] = 0
+        model(ids[:, start:], attention_mask=mask, cache=cache)
+        found.append([[[p + start for p in head] for head in layer[1]] for layer in kept(cache)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("seen", [25, 61])

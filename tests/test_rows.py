@@ -53,16 +53,17 @@ def test_rows_that_are_not_there_are_refused_and_nothing_has_changed(text: str, 
 
 
 @pytest.mark.parametrize("text", [*POLICIES, "mistral_window", "lfm2"])
-def test_rows_may_be_a_list_and_counted_from_the_end(text: str) -> None:
+def test_rows_may_be_a_list_and_counted_from_the_end_and_repeated(text: str) -> None:
     """Also where layers beside the engine's, with windows or states, take row numbers from 0 on alone."""
     model, ids = patched(text) if text in POLICIES else kvengine.patch(build(text)), prompts()["input_ids"]
     ids = ids % model.config.vocab_size
     found = []
-    for rows in ([2, 0], torch.tensor([-1, -3]), torch.tensor([2, 0])):
+    for rows, times in (([2, 0], 1), (torch.tensor([-1, -3]), 1), (torch.tensor([2, 0]), 1), ([2, 2], 1), ([2], 2)):
         cache = read(model, ids)
         cache.batch_select_indices(rows)
+        cache.batch_repeat_interleave(times)
         found.append(step(model, cache, 2))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and torch.equal(found[3], found[4])
 
 
 @pytest.mark.parametrize("text", POLICIES)

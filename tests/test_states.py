@@ -586,21 +586,21 @@ def test_what_routers_of_experts_say_is_told_token_by_token(policy: str, columns
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_single_token_that_was_taken_before_a_pass_broke_off_is_noticed(
-    name: str, late: bool, tmp_path: Path
-) -> None:
-    """No layer has counted it by then."""
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_single_token_that_was_taken_before_a_pass_broke_off_is_noticed(name: str, part: int, tmp_path: Path) -> None:
+    """No layer has counted it by then; of a part behind others, states have taken what none has counted."""
     model = built(name, "snapkv(budget=6, window=2)")
     cache, new, mask = prompt(model, text(2)), text(2, 4, seed=2), torch.ones(2, 24, dtype=torch.long)
     mask[1, 20:23] = 0
-    passes = iter(range(9))
+    mask[0, 22] = int(part < 2)
+    passes, layers = iter(range(9)), model.model.layers
+    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
 
     def stop(*_: Any) -> None:
-        if next(passes) == late:  # the first is the single token's
+        if next(passes) == part:  # the first is the single token's
             raise Stop
 
-    hook = (model.model.layers[0] if late else model.model.layers[-1]).register_forward_pre_hook(stop)
+    hook = (layers[-1], layers[0], attention)[part].register_forward_pre_hook(stop)
     with pytest.raises(Stop), torch.no_grad():
         model(new, attention_mask=mask, **{CACHE: cache})
     hook.remove()

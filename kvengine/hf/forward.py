@@ -118,7 +118,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]
 def mark(cache: EngineCache | None) -> None:
-    if cache is not None and cache.session.again is None:  # a replay's tokens are thrown away
+    if cache is not None:
         cache.session.without_ids = True
 
 

@@ -227,6 +227,4 @@ class EngineLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Int[Tensor, "chosen"]) -> None:
         if self.cache.parts:
-            self.session.inferred |= torch.is_inference_mode_enabled()
-            chosen = indices.to(self.where)
-            self.cache.rows(chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen)
+            self.cache.rows(indices.to(self.where))

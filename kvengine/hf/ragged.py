@@ -59,11 +59,9 @@ def hook_ragged(model: PreTrainedModel, text: Any) -> list[Any]:
 
 
 def reading(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
-    """The cache of a later pass that is no recorded step, or a replay's."""
+    """The cache of a pass that is no replay's."""
     cache = cache_given(args, kwargs, names)
-    if type(cache) is not EngineCache or cache.session.again is not None or cache.session.stepping:
-        return None
-    return cache
+    return None if type(cache) is not EngineCache or cache.session.again is not None else cache
 
 
 def before(

@@ -194,7 +194,6 @@ def complete(part: Any, names: list[str], cache: EngineCache) -> None:
             session.again, run = fed.again, partial(part, **inputs(cache, fed, names))
             with torch.no_grad():
                 Context().run(run)  # whoever listens to the pass outside hears nothing
-            session.again = None
     finally:
         cache.layers, session.again, session.mask, cache.unread = layers, None, mask, unread
     conclude(session)

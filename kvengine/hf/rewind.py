@@ -63,7 +63,7 @@ def check_back(layer: Any, n: int, seen: int) -> None:
     if states.has_states(layer):
         states.check_back(layer, n, seen)
     size = getattr(layer, "sliding_window", None)
-    if size is not None and layer.is_initialized and seen >= size and layer.keys.shape[-2] < min(seen, size - 1 + n):
+    if size is not None and layer.is_initialized and layer.keys.shape[-2] < min(seen, size - 1 + n):
         raise CacheError(
             f"cannot go back by {n} tokens: a layer with a window of {size} has given up what would come back into it. "
             "Call cache.activate_past_recording() before the tokens that may have to be taken back"

@@ -92,9 +92,7 @@ def positions(self: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[s
 
 def fitted(shift: Tensor | None, made: Tensor) -> Tensor | None:
     """A row for each text that `generate` is given: of beams and samples, which it has not made yet, the first."""
-    if shift is None or (len(shift) == len(made) and shift.device == made.device):
-        return shift
-    return shift[:: max(1, len(shift) // len(made))].to(made.device)
+    return None if shift is None else shift[:: max(1, len(shift) // len(made))].to(made.device)
 
 
 def note(cache: EngineCache, options: Any) -> None:

@@ -18,6 +18,7 @@ from kvengine import EngineCache, saved
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf.brought import Brought
 from kvengine.hf.names import CACHE
+from kvengine.hf.replay import reader
 from kvengine.offload import stores
 from kvengine.prefix import Prefix
 from kvengine.shifts import Shifts
@@ -114,6 +115,17 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
             else:
                 with pytest.raises(UnsupportedPolicy, match="tokens see later ones|is not known again"):
                     model(**batch, cache=cache)
+
+
+@torch.no_grad()
+def test_what_is_read_anew_stands_on_all_axes() -> None:
+    """Where an image's tokens do: by the first alone their keys would be others."""
+    model, places = kvengine.patch(build("qwen2_5_vl"), "kvzip(budget=12, chunk=8, carry=2)"), []
+    part, _ = reader(model, model.config.get_text_config(decoder=True))
+    part.register_forward_pre_hook(lambda _, __, given: places.append(given["position_ids"]), with_kwargs=True)
+    model(**shown("qwen2_5_vl", (1, 2))[0], use_cache=True)
+    assert len(places) > 2 and all(x.ndim == 3 and x.shape[0] == len(places[0]) for x in places)
+    assert bool((places[1][-1] != places[1][-3]).any())
 
 
 def encodes(model: Any) -> bool:

@@ -246,6 +246,16 @@ def test_correction_gives_the_keys_and_values_of_full_attention() -> None:
     assert cache.engines[3].parts[0].lane.units is not None
 
 
+def test_a_correction_is_no_prompt_to_a_retention() -> None:
+    """Of what the cache holds nothing is judged anew: the tokens come as they were decoded."""
+    model = kvengine.patch(llama(num_hidden_layers=4), "snapkv(budget=30, window=4) + quest(budget=16, page=4)")
+    cache, ids = sparse_text(model, one(61)["input_ids"], 12)
+    before = cache.stats().held
+    with torch.no_grad():
+        cache.correct(model, ids[:, -12:])
+    assert torch.equal(cache.stats().held, before) and int(before.max()) == 42
+
+
 def test_what_was_not_recorded_cannot_be_corrected() -> None:
     model = kvengine.patch(llama(), "tidal(budget=20, start=0)")
     cache = kvengine.EngineCache(model)
