@@ -477,3 +477,23 @@ def test_two_may_pin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Path, "exists", lambda path: path.parent.name != "pins" and exists(path))
     store.pin(KEYS[0])
     store.close()
+
+
+def test_a_full_store_without_its_index_is_opened_as_it_is_and_knows_what_was_used(tmp_path: Path) -> None:
+    store = Files(tmp_path, cap=900, sync="none")
+    for i, key in enumerate(KEYS[:3]):
+        store.put(key, [bytes(300)])
+        os.utime(store.path(key), (1000 + i, 1000 + i))
+    store.put(KEYS[2], [bytes(300)], 5.0)  # it is to stay for ever
+    store.verify(KEYS[0])
+    os.utime(store.path(KEYS[2]), (1002, 1002))
+    store.close()
+    for path in tmp_path.glob("index.sqlite*"):
+        path.unlink()
+    store = Files(tmp_path, cap=900, sync="none")
+    assert store.removed == 0 and [(entry.key, entry.expires) for entry in store.entries()] == [
+        (k, 0) for k in KEYS[:3]
+    ]
+    store.put(KEYS[3], [bytes(300)])
+    assert [entry.key for entry in store.entries()] == [KEYS[0], KEYS[2], KEYS[3]]
+    store.close()

@@ -221,6 +221,10 @@ def test_the_longest_unused_goes_down_first() -> None:
         order = [i for i in order if i not in wanted] + wanted
         order = order[-5:]
         assert set(np.flatnonzero(shelf.slot[0] >= 0)) == set(order)
+    for new in range(20, 24):  # what is new was used just now
+        shelf.write(torch.tensor([new]), rows([new]))
+        order = [*order[1:], new]
+        assert set(np.flatnonzero(shelf.slot[0] >= 0)) == set(order)
 
 
 def test_reading_more_than_fits_pushes_nothing_out() -> None:
