@@ -218,6 +218,8 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     names = {f".{KEYS[0]}.kv.Ab12Cd", f"{KEYS[0]}.kv.bak", "notes.txt", *(f"{i}.kv" for i in range(9))}
     for name in names:
         (tmp_path / "objects" / "0" / name).write_bytes(b"not ours")
+    (tmp_path / "tmp" / "folder").mkdir()
+    os.utime(tmp_path / "tmp" / "folder", (1.0, 1.0))
     store = Files(tmp_path, sync="none")
     assert store.damaged == 0 and [entry.key for entry in store.entries()] == [KEYS[0]]
     assert {path.name for path in (tmp_path / "objects" / "0").iterdir()} == names | {f"{KEYS[0]}.kv"}
@@ -327,11 +329,13 @@ def test_a_clock_that_was_put_back(tmp_path: Path) -> None:
 
 def test_what_was_deleted_is_not_left_in_quarantine(tmp_path: Path) -> None:
     store = Files(tmp_path, sync="none")
-    store.put(KEYS[0], [bytes(300)])
-    store.path(KEYS[0]).write_bytes(b"damaged")
-    assert store.size(KEYS[0]) is None and len(list((tmp_path / "quarantine").iterdir())) == 1
+    for key in KEYS[:2]:
+        store.put(key, [bytes(300)])
+        store.path(key).write_bytes(b"damaged")
+        assert store.size(key) is None
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
     store.delete(KEYS[0])
-    assert not list((tmp_path / "quarantine").iterdir())
+    assert [path.name[:64] for path in (tmp_path / "quarantine").iterdir()] == [KEYS[1]]
     store.close()
 
 

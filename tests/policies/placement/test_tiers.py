@@ -435,6 +435,7 @@ def test_a_slow_store_is_waited_for_on_another_thread() -> None:
     store.gate.clear()
     assert shelf.read(torch.arange(8))["a"][:, 0].tolist() == list(range(8))
     assert shelf.served == {"remote": 8, "ahead": 8} and shelf.staged is not None
+    assert shelf.nbytes()["host"] == {"ahead": 8 * shelf.piece_bytes}
     store.gate.set()
     shelf.settle()
 
