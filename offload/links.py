@@ -62,27 +62,16 @@ class Trace:
 
 @dataclass
 class SimulatedLink:
-    """A token bucket filled at the trace's rate and `burst` bytes deep, on a clock of its own.
-
-    latency:  seconds before the first byte of each transfer
-    """
+    """Transfers at the trace's rate, one after the other, on a clock of its own."""
 
     trace: Trace
-    burst: float = 0.0
-    latency: float = 0.0
     clock: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.level, self.filled = self.burst, self.clock
 
     def now(self) -> float:
         return self.clock
 
     def fetch(self, chunk: int, level: str, size: int, patience: float) -> Fetched:
-        start, until = self.clock, self.clock + patience
-        self._fill(min(start + self.latency, until))
-        left = size - min(self.level, size)
-        self.level -= size - left
+        start, until, left = self.clock, self.clock + patience, float(size)
         while left > 0 and self.clock < until:
             end = min(self.trace.change(self.clock), until)
             rate = self.trace.rate(self.clock)
@@ -92,16 +81,7 @@ class SimulatedLink:
                 raise StoreError("the trace ends at rate 0 and the transfer has no limit")
             else:
                 self.clock, left = end, left - rate * (end - self.clock)
-        self.filled = self.clock
         return Fetched(self.clock - start, size - int(left), left <= 0)
-
-    def _fill(self, until: float) -> None:
-        """Tokens that came while nothing was sent."""
-        at = self.filled
-        while at < until:
-            end = min(self.trace.change(at), until)
-            self.level, at = min(self.burst, self.level + self.trace.rate(at) * (end - at)), end
-        self.clock = self.filled = until
 
 
 class SocketLink:

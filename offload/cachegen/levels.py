@@ -41,7 +41,7 @@ class Level:
 
     def step(self, layer: int, layers: int, part: int) -> float:
         """Step of a layer's keys (`part` 0) or values (`part` 1), in spreads."""
-        return (self.keys, self.values)[part] * self.groups[min(2, 3 * layer // max(layers, 1))]
+        return (self.keys, self.values)[part] * self.groups[3 * layer // layers]
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "groups": list(self.groups)}

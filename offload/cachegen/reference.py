@@ -205,8 +205,8 @@ def from_codes(
     mode, centre = kind >> 6, np.zeros(codes.shape, dtype=np.float32)
     for m in (1, 2):
         values[mode == m] = undo(values[mode == m], group, m)
-    direct = (mode == 0) & (kind & 63 != CONSTANT)
-    centre[direct] = shift[kind[direct][:, None] & 63, codes[direct]]
+    direct = kind < CONSTANT  # coded without prediction
+    centre[direct] = shift[kind[direct][:, None], codes[direct]]
     centre[far] = 0
     y = (values.astype(np.float32) + centre + mean[:, None].astype(np.float32)).reshape(heads, dim, tokens)
     with np.errstate(over="ignore"):

@@ -174,8 +174,6 @@ class Flat:
             store.write(at, fields[name])
 
     def read(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Fields:
-        if self.tier != "device":
-            self.served[self.tier] += len(at)
         return {name: store.read(at) for name, store in self.stores.items() if name not in without}
 
     def start(self, at: Int[Tensor, "piece"], without: tuple[str, ...] = ()) -> Callable[[], Fields]:
@@ -184,7 +182,7 @@ class Flat:
     def forget(self, at: np.ndarray) -> None: ...
 
     def resident(self, pieces: int = 0) -> Fields | None:
-        return {name: store.data for name, store in self.stores.items()} if self.tier == "device" else None
+        return {name: store.data for name, store in self.stores.items()}
 
     def nbytes(self) -> Held:
         return {self.tier: {name: store.data.nbytes for name, store in self.stores.items()}}

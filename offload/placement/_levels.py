@@ -69,7 +69,7 @@ class Layout:
     def of(like: Mapping[str, Tensor]) -> Layout:
         found, at = [], 0
         for name, x in like.items():
-            size = x[:1].nbytes if len(x) else x.new_empty(1, *x.shape[1:]).nbytes
+            size = x.new_empty(1, *x.shape[1:]).nbytes
             found.append((name, x.dtype, tuple(x.shape[1:]), at, at + size))
             at += size
         return Layout(tuple(found), at)

@@ -103,7 +103,7 @@ class Packed(ABC):
         with self.change:
             self.wake()
             self.change.wait_for(lambda: bool(self.stuck) or len(self.waiting) + len(slots) <= self.most)
-            if self.stuck and len(self.waiting) + len(slots) > self.most:
+            if self.stuck:
                 raise self.unwritable(len(slots))
             self.enqueue(batch)
             self.sums.update(zip(slots.tolist(), sums, strict=True))

@@ -128,7 +128,6 @@ class Tiered:
 
     def forget(self, at: np.ndarray) -> None:
         self.settle()
-        self.last = self.last[~np.isin(self.last, at)]
         self.staged = None
         for t in range(len(self.levels)):
             self.drop(t, at[self.slot[t, at] >= 0])

@@ -18,7 +18,8 @@ from kvengine.offload.stores.record import Buffer, Entry
 @runtime_checkable
 class Backend(Protocol):
     def put(self, key: str, payload: Sequence[Buffer], ttl: float | None = None) -> None:
-        """Stores the joined parts for `ttl` seconds, None for ever. What is there already, whole, is not written again."""
+        """Stores the joined parts for `ttl` seconds, None for ever. What is there already, whole, and lives as long is not
+        written again, but in a bucket, where to ask would be a request for each value."""
 
     def read(self, key: str, into: memoryview, offset: int = 0) -> int:
         """Fills `into` from `offset` of the payload; returns the bytes read. A read of the whole payload is checked."""

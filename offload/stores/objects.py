@@ -1,8 +1,8 @@
 """Values on an object store (S3-compatible, GCS, Azure, a folder, memory), through obstore.
 
-An object is written by one atomic PUT and read by byte range, so a part of a value costs a part of the transfer. The
-expiry is in the record's header and honoured on reading; space is given back by `gc` or by a lifecycle rule of the
-bucket. Pins are empty objects beside the values.
+An object is written by one atomic PUT, in the place of one that is there, whose life is then the new one's. It is read by
+byte range, so a part of a value costs a part of the transfer. The expiry is in the record's header and honoured on reading;
+space is given back by `gc` or by a lifecycle rule of the bucket. Pins are empty objects beside the values.
 """
 
 from __future__ import annotations

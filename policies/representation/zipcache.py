@@ -90,9 +90,9 @@ class ZipCache(Representation):
     ) -> Fields:
         count = self.best(k.shape[1])
         for side, x in (("keys", k), ("values", v)):
-            if x.shape[2] * min(self.high, self.low) % 8:
+            if x.shape[2] * self.low % 8:
                 raise PolicyError(
-                    f"ZipCache: {x.shape[2]} channels of {min(self.high, self.low)} bits do not fill whole bytes "
+                    f"ZipCache: {x.shape[2]} channels of {self.low} bits do not fill whole bytes "
                     f"({side}); use more bits"
                 )
         alive, least = score > float("-inf"), torch.finfo(torch.float32).min

@@ -143,8 +143,8 @@ class D2O(Retention):
         if seen.prompt:
             seen.notes["size"] = seen.count(self.budget) if seen.share is None else seen.share
         size = seen.notes["size"]
-        rank = (seen.position > seen.newest - self.newest(size)[:, None]).float() + 2 * self.early(seen, size)
-        want = torch.where(rank > 0, 1e30 * rank, seen.score.float()).masked_fill(~seen.valid, float("-inf"))
+        always = self.early(seen, size) | (seen.position > seen.newest - self.newest(size)[:, None])  # no more than fit
+        want = seen.score.float().masked_fill(always, float("inf")).masked_fill(~seen.valid, float("-inf"))
         return best_of(seen, want, size)
 
     def newest(self, size: Int[Tensor, "row"]) -> Int[Tensor, "row"]:

@@ -105,7 +105,7 @@ def votes(seen: Seen, reduce: Reduce, window: int) -> Float[Tensor, "row token"]
     keys, (rows, group, asked, _) = seen.read()[0], seen.queries.shape
     each = max(1, LOGITS // max(1, group * asked * keys.shape[1]))
     paid = torch.cat([_paid(seen, keys, slice(row, row + each)) for row in range(0, rows, each)])
-    return over_group(paid, reduce).masked_fill(~(seen.valid & ~seen.recent(window)), 0)
+    return over_group(paid, reduce).masked_fill(seen.recent(window), 0)
 
 
 def _paid(seen: Seen, keys: Float[Tensor, "row token dim"], rows: slice) -> Float[Tensor, "some group token"]:

@@ -84,5 +84,5 @@ class Quest(Selection):
         """Minus the turn at which a page is chosen, the heads of a group choosing one after the other."""
         low, high, group = summary["low"], summary["high"], q.shape[1]
         each = torch.stack([page_scores(x, low, high, alive) for x in q.split(1, 1)], 1)
-        place = each.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        place = each.argsort(descending=True, stable=True).argsort()
         return -(place * group + torch.arange(group, device=q.device)[:, None]).amin(1).float()

@@ -142,6 +142,24 @@ def test_what_was_given_up_while_it_waited_is_not_sent() -> None:
     assert b"".join(store.values.values()) == Layout.of(LIKE).pack(rows([0, 3])).tobytes()
 
 
+def test_a_page_that_is_being_written_is_not_given_up_before_that() -> None:
+    """Its value would come to the store when nobody knows of it any more."""
+    store = Gated()
+    store.gate.clear()
+    s = shelf(in_store(store))
+    put(s, range(2))
+    while not store.puts:
+        time.sleep(0.001)
+    other = threading.Thread(target=s.forget, args=(np.arange(2),))
+    other.start()
+    other.join(0.1)
+    assert other.is_alive()
+    store.gate.set()
+    other.join(30)
+    s.site.ahead.threads["remote"].shutdown()
+    assert not other.is_alive() and not store.values
+
+
 def test_the_last_write_of_a_page_counts() -> None:
     """A page given up while its first contents wait, or are being written, and written again in the same place."""
     store = Gated()

@@ -15,7 +15,7 @@ from support_offload import cache, stack
 
 from kvengine.errors import CacheError, IncompatibleCache
 from kvengine.offload import cachegen
-from kvengine.offload.cachegen import codec, lossy, native, reference, tables
+from kvengine.offload.cachegen import codec, coder, lossless, lossy, native, reference, tables
 from kvengine.offload.cachegen.coder import Backend
 from kvengine.offload.cachegen.levels import LEVELS, NAMES, Level
 from kvengine.offload.container import read_bytes
@@ -95,6 +95,29 @@ def test_numpy_and_native_agree_to_the_bit(level: str, tokens: int) -> None:
     assert fast == slow
     a, b = (cachegen.decode(fast, using=which) for which in ("native", "reference"))
     assert torch.equal(stack(a), stack(b))
+
+
+@pytest.mark.parametrize("using", ["native", "reference"])
+def test_means_at_the_end_of_a_byte_and_few_tokens_that_are_alike(using: Backend) -> None:
+    noise = torch.tensor([1.0, -1.0]).repeat(4)[None, :, None]  # a spread of one: steps are 1
+    x = noise + torch.tensor([-129.0, -128, -127, 0, 126, 127, 128])
+    for channels in (x, x[..., 1:6], x[..., 2:7]):
+        back = torch.empty_like(channels)
+        lossy.decode(lossy.encode(channels, 1.0, reference), back, coder.backend(using))
+        assert (back - channels).abs().max() <= 0.5
+    alike = torch.zeros(2, 5, 64, dtype=torch.bfloat16)
+    section, back = lossless.encode(alike, coder.backend(using)), torch.ones_like(alike)
+    lossless.decode(section, back, coder.backend(using))
+    assert torch.equal(back, alike) and len(section) < alike.nbytes / 2
+
+
+def test_later_layers_have_coarser_steps_than_earlier_ones() -> None:
+    level = Level(keys=2.0, values=4.0)
+    assert [level.step(i, 6, 0) for i in range(6)] == [1, 1, 2, 2, 3, 3]
+    assert [level.step(i, 2, 1) for i in range(2)] == [2, 4] and level.step(0, 1, 1) == 2
+    own, named = (read_bytes(cachegen.encode(cache(tokens=3), x, chunk=1)) for x in (LEVELS["high"], "high"))
+    assert own.header["level"] == "custom" and [e[2] for e in own.entries] == [e[2] for e in named.entries]
+    assert torch.equal(stack(cachegen.decode(own)), stack(cachegen.decode(named)))
 
 
 def test_threads_change_nothing() -> None:

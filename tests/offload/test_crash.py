@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from support_crash import Recorder, Saboteur, die
 
 from kvengine.errors import CorruptBitstream, StoreError
@@ -271,7 +271,7 @@ def check_crashes(root: Path, script: list[tuple[str, int]], cap: int | None, sy
             store.delete(key)
         elif key in before:
             store.pin(key)
-        certain = {e.key for e in store.entries()} if sync == "always" else set()
+        certain = {(e.key, e.pinned) for e in store.entries()} if sync == "always" else set()
         for state in files.crashes(most):
             count += 1
             check_state(root / "crashed", live, state, certain, cap)
@@ -279,7 +279,9 @@ def check_crashes(root: Path, script: list[tuple[str, int]], cap: int | None, sy
     return count
 
 
-def check_state(folder: Path, live: Path, state: dict[Path, bytes], certain: set[str], cap: int | None) -> None:
+def check_state(
+    folder: Path, live: Path, state: dict[Path, bytes], certain: set[tuple[str, bool]], cap: int | None
+) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for path, data in state.items():
         target = folder / path.relative_to(live)
@@ -289,8 +291,9 @@ def check_state(folder: Path, live: Path, state: dict[Path, bytes], certain: set
     found = {key: read(store, key) for key in KEYS[:4]}
     assert all(data in (None, value(key)) for key, data in found.items())
     present = {key for key, data in found.items() if data is not None}
+    assert {key for key, pinned in certain if pinned} <= {e.key for e in store.entries() if e.pinned}
     if cap is None:
-        assert certain <= present
+        assert {key for key, _ in certain} <= present
     else:
         assert sum(len(data or b"") for data in found.values()) <= cap and store.index.total() <= cap
     store.put(KEYS[5], [value(KEYS[5], 10)]) if cap is None else None
@@ -302,6 +305,7 @@ fixture_once = settings(deadline=None, suppress_health_check=[HealthCheck.functi
 
 @settings(fixture_once, max_examples=15)
 @given(steps, st.sampled_from([None, 700]), st.sampled_from(["always", "none"]))
+@example([("put", 1), ("pin", 1)], None, "always")
 def test_every_legal_state_after_a_power_loss(
     tmp_path: Path, script: list[tuple[str, int]], cap: int | None, sync: str
 ) -> None:

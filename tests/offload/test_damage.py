@@ -17,7 +17,7 @@ from kvengine.errors import CorruptBitstream, IncompatibleCache, StoreError
 from kvengine.kernels.cpu import library
 from kvengine.offload import cachegen
 from kvengine.offload import container as box
-from kvengine.offload.cachegen import coder, native, reference, tables
+from kvengine.offload.cachegen import coder, lossy, native, reference, tables
 from kvengine.offload.stores.filesystem import replace_file
 
 LEVELS = ["lossless", "low", "near"]
@@ -111,13 +111,35 @@ def rewrite(data: bytes, **changes: object) -> bytes:
         {"tokens": 1 << 39}, {"tokens": -1}, {"tokens": 1.5}, {"tokens": None}, {"chunk": 0}, {"chunk": 1 << 30},
         {"dtype": "int8"}, {"shapes": [[1 << 19, 1 << 19, 1 << 19, 1]]}, {"shapes": [[2, 5, 5, 1 << 60]]},
         {"shapes": "x"}, {"shapes": []}, {"positions": [[0, 1 << 50]]}, {"positions": [[0, 39]]}, {"positions": 7},
-        {"identity": {"nobody": 1}}, {"extra": 3}, {"level": 7}, {"chunk": True},
+        {"identity": {"nobody": 1}}, {"extra": 3}, {"level": 7}, {"chunk": True}, {"shapes": [[2, 5, 1]]},
     ],
     ids=str,
 )  # fmt: skip
 def test_impossible_headers_are_corrupt(changes: dict[str, object]) -> None:
     with pytest.raises(CorruptBitstream):
         cachegen.decode(rewrite(streams()[0], **changes))
+
+
+@pytest.mark.parametrize("using", ["native", "reference"])
+def test_sections_that_no_encoder_writes_are_corrupt(using: coder.Backend) -> None:
+    """Where digests are right: the C code would divide by a group of 0, or look behind its tables."""
+    ops, x = coder.backend(using), torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0))
+    x[0, 5, 1] = 1e3
+    good, kind = lossy.encode(x, 0.5, reference), lossy.HEAD.size + 2 * 4
+    size, _, group, far, words = lossy.HEAD.unpack_from(good)
+    state = kind + 6 + 6 * size
+    assert far > 0
+    for at, new in (
+        (0, b"\x03"), (1, b"\x01"), (2, b"\0\0"), (kind, b"\x3f"), (kind, b"\xc0"), (kind, b"\x7e"),
+        (kind - 4, struct.pack("<f", 0)), (kind - 4, struct.pack("<f", -1)), (kind - 4, struct.pack("<f", float("nan"))),
+        (state, struct.pack("<I", 1)), (state, struct.pack("<I", 1 << 20)),
+    ):  # fmt: skip
+        with pytest.raises(CorruptBitstream):
+            lossy.decode(good[:at] + new + good[at + len(new) :], torch.empty_like(x), ops)
+    longer = good[: state + 64] + b"\0\0" + good[state + 64 :], good + b"\0\0"
+    for data, counts in zip(longer, ((far + 1, words), (far, words + 1)), strict=True):
+        with pytest.raises(CorruptBitstream):
+            lossy.decode(lossy.HEAD.pack(size, 0, group, *counts) + data[lossy.HEAD.size :], torch.empty_like(x), ops)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +184,8 @@ def test_foreign_containers_are_incompatible() -> None:
         cachegen.decode(rewrite(data, tables="0" * 16))
     with pytest.raises(IncompatibleCache, match="version 9"):
         cachegen.decode(data[:8] + b"\x09\x00" + data[10:])
+    with pytest.raises(IncompatibleCache, match="flags 1"):
+        cachegen.decode(data[:10] + b"\x01\x00" + data[12:])
     with pytest.raises(IncompatibleCache, match="limit"):
         cachegen.decode(data, limit=100)
     with pytest.raises(CorruptBitstream, match="magic"):

@@ -218,6 +218,8 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     names = {f".{KEYS[0]}.kv.Ab12Cd", f"{KEYS[0]}.kv.bak", "notes.txt", *(f"{i}.kv" for i in range(9))}
     for name in names:
         (tmp_path / "objects" / "0" / name).write_bytes(b"not ours")
+    (tmp_path / "tmp" / "folder").mkdir()
+    os.utime(tmp_path / "tmp" / "folder", (1.0, 1.0))
     store = Files(tmp_path, sync="none")
     assert store.damaged == 0 and [entry.key for entry in store.entries()] == [KEYS[0]]
     assert {path.name for path in (tmp_path / "objects" / "0").iterdir()} == names | {f"{KEYS[0]}.kv"}
@@ -327,11 +329,13 @@ def test_a_clock_that_was_put_back(tmp_path: Path) -> None:
 
 def test_what_was_deleted_is_not_left_in_quarantine(tmp_path: Path) -> None:
     store = Files(tmp_path, sync="none")
-    store.put(KEYS[0], [bytes(300)])
-    store.path(KEYS[0]).write_bytes(b"damaged")
-    assert store.size(KEYS[0]) is None and len(list((tmp_path / "quarantine").iterdir())) == 1
+    for key in KEYS[:2]:
+        store.put(key, [bytes(300)])
+        store.path(key).write_bytes(b"damaged")
+        assert store.size(key) is None
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
     store.delete(KEYS[0])
-    assert not list((tmp_path / "quarantine").iterdir())
+    assert [path.name[:64] for path in (tmp_path / "quarantine").iterdir()] == [KEYS[1]]
     store.close()
 
 
@@ -476,4 +480,24 @@ def test_two_may_pin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     store.pin(KEYS[0])
     monkeypatch.setattr(Path, "exists", lambda path: path.parent.name != "pins" and exists(path))
     store.pin(KEYS[0])
+    store.close()
+
+
+def test_a_full_store_without_its_index_is_opened_as_it_is_and_knows_what_was_used(tmp_path: Path) -> None:
+    store = Files(tmp_path, cap=900, sync="none")
+    for i, key in enumerate(KEYS[:3]):
+        store.put(key, [bytes(300)])
+        os.utime(store.path(key), (1000 + i, 1000 + i))
+    store.put(KEYS[2], [bytes(300)], 5.0)  # it is to stay for ever
+    store.verify(KEYS[0])
+    os.utime(store.path(KEYS[2]), (1002, 1002))
+    store.close()
+    for path in tmp_path.glob("index.sqlite*"):
+        path.unlink()
+    store = Files(tmp_path, cap=900, sync="none")
+    assert store.removed == 0 and [(entry.key, entry.expires) for entry in store.entries()] == [
+        (k, 0) for k in KEYS[:3]
+    ]
+    store.put(KEYS[3], [bytes(300)])
+    assert [entry.key for entry in store.entries()] == [KEYS[0], KEYS[2], KEYS[3]]
     store.close()

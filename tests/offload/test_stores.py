@@ -386,6 +386,15 @@ def test_a_slow_store_does_not_block() -> None:
     store.close()
 
 
+def test_puts_that_are_done_leave_room_for_others(tmp_path: Path) -> None:
+    store = stores.Store(stores.Files(tmp_path, sync="none"), pending=10)
+    for key in KEYS[:4]:
+        store.submit_put([key], [bytes(8)])
+        store.drain()
+    assert store.lookup(KEYS) == 4 and not store.counts["dropped"]
+    store.close()
+
+
 def test_where_no_thread_can_be_started_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was an error of Python's in a generation, and whoever waited for the store from then on waited for ever."""
 

@@ -101,16 +101,26 @@ def test_greedy_choice_agrees_with_brute_force_under_constant_bandwidth() -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1000), st.lists(st.integers(0, 50_000), min_size=1, max_size=8), st.floats(0, 1e4))
-def test_the_bucket_lets_through_what_the_trace_allows(seed: int, sizes: list[int], burst: float) -> None:
+@given(st.integers(0, 1000), st.lists(st.integers(0, 50_000), min_size=1, max_size=8))
+def test_the_link_lets_through_what_the_trace_allows(seed: int, sizes: list[int]) -> None:
     trace = Trace.random(seed, low=0, high=1e5, step=0.1)
-    link = SimulatedLink(trace, burst)
+    link = SimulatedLink(trace)
     for size in sizes:
         got = link.fetch(0, "", size, 50.0)
         assert got.complete == (got.nbytes == size)
     ticks = int(link.now() / 0.1) + 1
-    allowed = burst + sum(trace.rates[i] * min(0.1, max(link.now() - trace.starts[i], 0)) for i in range(ticks))
+    allowed = sum(trace.rates[i] * min(0.1, max(link.now() - trace.starts[i], 0)) for i in range(ticks))
     assert sum(sizes) <= allowed + 1 + len(sizes)
+
+
+def test_what_is_expected_of_a_link_is_the_mean_of_its_last_transfers() -> None:
+    link = Bandwidth(50.0)
+    assert link.estimate() == 50
+    for nbytes, seconds in ((10_000, 1.0), (100, 1.0), (100, 4.0), (900, 1.0), (5, 0.0)):
+        link.observe(nbytes, seconds)
+    assert link.estimate() == (100 + 100 + 900) / (1 + 4 + 1)  # of three; not of one that took no time
+    link.observe(100, 1.0)
+    assert link.estimate() == 100  # no more than the newest
 
 
 def test_traces_replay(tmp_path: object) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvengine.errors import CorruptBitstream, StoreError
 from kvengine.offload import cachegen, stores
 from kvengine.offload.commands import app
-from kvengine.offload.stores import record
+from kvengine.offload.stores import record, resp
 
 KEYS = [f"{i:02d}".ljust(64, "a") for i in range(3)]
 VALUE = cachegen.encode(cache(tokens=20), "low")
@@ -168,7 +168,8 @@ def test_a_put_that_breaks_off_leaves_the_life_of_what_was_there(
         server.left = left
         with pytest.raises(StoreError):
             store.put(KEYS[0], [VALUE], None)
-        assert all(life is None or life > 9 * day * 1000 for life in server.life.values())
+        # nor did it make them stay for ever, whom nobody would be left to delete
+        assert all(life is not None and life > 9 * day * 1000 for life in server.life.values())
     server.left = 1 << 30
     store.put(KEYS[0], [VALUE], None)
     assert {server.life[name] for name in server.values} == {None}
@@ -258,4 +259,28 @@ def test_a_value_whose_part_the_server_evicted_is_put_anew(server: Pretended, ex
         run("import", exported, "-s", server.url, status=0)
         store.verify(KEYS[0])
         assert store.client.delete(store._name(KEYS[0], 0))
+    store.close()
+
+
+def test_parts_on_a_server_are_read_pinned_and_given_up_together(
+    server: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests with a real server say of parts, where there is none."""
+    monkeypatch.setattr(resp, "PART", 4)
+    store, into = stores.Resp(server.url), bytearray(10)
+    server.values[b"kvengine:notes:head"] = b"not ours"
+    store.put(KEYS[0], [b"0123", b"456789"], 60)
+    assert store.read(KEYS[0], memoryview(into)[:5], 3) == 5 and into[:5] == b"34567"
+    store.pin(KEYS[0], False)
+    assert list(server.life.values()) == [60_000] * 4
+    store.pin(KEYS[0])
+    assert list(server.life.values()) == [None] * 4
+    part, ours = store._name(KEYS[0], 1).encode(), [name for name in server.values if b"notes" not in name]
+    for found in (None, b"45", b"4x67"):  # evicted, torn, damaged
+        store.put(KEYS[0], [b"0123456789"])
+        assert [entry.key for entry in store.entries()] == [KEYS[0]]
+        server.values.pop(part) if found is None else server.values.update({part: found})
+        with pytest.raises(CorruptBitstream):
+            store.read(KEYS[0], memoryview(into))
+        assert not server.values.keys() & set(ours)
     store.close()

@@ -20,6 +20,7 @@ from support_layer import draw, run
 import kvengine
 from kvengine.errors import StoreError
 from kvengine.offload.placement import _file
+from kvengine.offload.placement._ahead import Ahead
 from kvengine.offload.placement._file import File
 from kvengine.offload.placement._levels import Layout
 from kvengine.offload.stores.filesystem import FileSystem
@@ -55,6 +56,20 @@ def test_leftovers_are_looked_for_once_for_each_cache(tmp_path: Path, monkeypatc
             model(one()["input_ids"], cache=cache)
     caches.append(copy.deepcopy(caches[0]))
     assert len(list(tmp_path.iterdir())) == 6 and swept == [tmp_path] * 2
+
+
+def test_a_folder_that_pages_go_to_gives_none_up_for_others_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store, keys = Ahead().backend(str(tmp_path / "pages")), ["0" * 64, "1" * 64]
+    store.put(keys[0], [bytes(300)])
+    monkeypatch.setattr(FileSystem, "write", full)
+    with pytest.raises(StoreError, match="No space left"):
+        store.put(keys[1], [bytes(300)])
+    assert store.size(keys[0]) == 300
 
 
 def test_where_files_cannot_be_locked_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

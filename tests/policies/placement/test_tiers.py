@@ -221,6 +221,10 @@ def test_the_longest_unused_goes_down_first() -> None:
         order = [i for i in order if i not in wanted] + wanted
         order = order[-5:]
         assert set(np.flatnonzero(shelf.slot[0] >= 0)) == set(order)
+    for new in range(20, 24):  # what is new was used just now
+        shelf.write(torch.tensor([new]), rows([new]))
+        order = [*order[1:], new]
+        assert set(np.flatnonzero(shelf.slot[0] >= 0)) == set(order)
 
 
 def test_reading_more_than_fits_pushes_nothing_out() -> None:
@@ -431,6 +435,7 @@ def test_a_slow_store_is_waited_for_on_another_thread() -> None:
     store.gate.clear()
     assert shelf.read(torch.arange(8))["a"][:, 0].tolist() == list(range(8))
     assert shelf.served == {"remote": 8, "ahead": 8} and shelf.staged is not None
+    assert shelf.nbytes()["host"] == {"ahead": 8 * shelf.piece_bytes}
     store.gate.set()
     shelf.settle()
 

@@ -202,3 +202,10 @@ def test_short_prompts_are_read_whole(options: dict[str, int]) -> None:
 def test_refusals(options: dict[str, float]) -> None:
     with pytest.raises(PolicyError, match="FlexPrefill"):
         FlexPrefill(**options)
+
+
+def test_blocks_that_neither_looks_at_are_no_distance() -> None:
+    """Their shares are 0 in float32, and 0 / 0 is no number."""
+    q, mean, vertical = torch.zeros(1, 1, 8, 4), torch.zeros(1, 8, 4), torch.zeros(1, 1, 8)
+    q[..., 0], mean[0, 0, 0], vertical[..., 0] = 1e3, 1e3, 1
+    assert SMALL.distance(q, mean, vertical, 1.0).tolist() == [[0.0]]

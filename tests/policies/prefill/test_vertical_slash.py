@@ -130,7 +130,9 @@ def test_greater_budgets_read_more() -> None:
         kept = found
 
 
-@pytest.mark.parametrize("options", [{"vertical": 90}, {"slash": 90}, {"slash": 1.0}, {"recent": 90}, {"sinks": 90}])
+@pytest.mark.parametrize(
+    "options", [{"vertical": 90}, {"vertical": 512}, {"slash": 90}, {"slash": 1.0}, {"recent": 90}, {"sinks": 90}]
+)
 def test_as_many_as_there_are_is_everything(options: dict[str, int]) -> None:
     q, k = torch.randn(1, 2, 30, 16), torch.randn(1, 90, 16)
     choice = VerticalSlash(**{"vertical": 2, "slash": 2, "sinks": 1, "recent": 1, "block": 8} | options).choose(

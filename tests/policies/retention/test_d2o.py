@@ -122,6 +122,19 @@ def test_every_step_is_that_of_the_loop(
 
 
 @pytest.mark.parametrize("form", ["paper", "official"])
+def test_a_step_in_one_call_of_the_kernels_is_that_of_the_loop(form: str) -> None:
+    """As it is taken where no row has padding."""
+    case, official = Case(1, 2, pads=(0,), steps=8, layer=2, layers=4), form == "official"
+    layer = case.prompt(f"d2o(budget=12, sinks=2, form='{form}', shares='even')", 1)
+    row = Row(case, 0, 12, official, beta=0.5 if official else 0.7)
+    row.read(list(range(case.length)))
+    for t, out in case.decode(layer):
+        torch.testing.assert_close(output(case, out, 0), row.read([t]), rtol=1e-4, atol=1e-5)
+        same(layer, row)
+    assert row.merges > 5
+
+
+@pytest.mark.parametrize("form", ["paper", "official"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_size_within_the_sinks_holds_the_first_of_them_and_the_newest(size: int, form: str) -> None:
     """The last of them stayed instead of the first, no decoded token did, and nothing was merged."""

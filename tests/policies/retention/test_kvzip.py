@@ -272,3 +272,9 @@ def test_ids_that_the_model_does_not_know_are_refused_at_once(option: str) -> No
     model = kvengine.patch(llama(), f"kvzip({option}=(5, 127))")
     with pytest.raises(PolicyError, match="another tokenizer"):
         kvengine.EngineCache(model, f"kvzip({option}=(128,))")
+
+
+def test_of_scores_that_differ_by_their_last_bit_the_greater_counts() -> None:
+    one = torch.tensor([[[0.25]]])
+    found = best_of_all([one, one, one.nextafter(torch.tensor(1.0))], torch.tensor([2]))
+    assert [n.tolist() for n in found] == [[[1]], [[0]], [[1]]]

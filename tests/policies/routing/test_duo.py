@@ -150,3 +150,12 @@ def test_a_text_that_is_no_pattern_is_not_shown_whole(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="not a table of numbers") as caught:
         read_pattern(str(tmp_path / "essay.txt"))
     assert len(str(caught.value)) < 500
+
+
+def test_a_pattern_is_looked_for_where_one_is_and_then_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_pattern(Path("mine/tiny"), ALPHA, 4, 16)
+    assert [list(row) for row in read_pattern("mine/tiny")] == ALPHA
+    assert len(read_pattern("tiny")) == 4
