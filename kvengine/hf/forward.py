@@ -142,7 +142,7 @@ def before(
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int], name: str) -> None:
     """Refuse a batch of other rows where a window or a state comes first: the engine's layers would be asked too late."""
     cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
-    if type(cache) is not EngineCache or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
+    if not isinstance(cache, EngineCache) or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
         return
     for made in (IDS, VECTORS):
         x = args[at[made]] if at.get(made, len(args)) < len(args) else kwargs.get(made)

@@ -61,7 +61,7 @@ def hook_ragged(model: PreTrainedModel, text: Any) -> list[Any]:
 def reading(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a later pass that is no recorded step, or a replay's."""
     cache = cache_given(args, kwargs, names)
-    if type(cache) is not EngineCache or cache.session.again is not None or cache.session.stepping:
+    if not isinstance(cache, EngineCache) or cache.session.again is not None or cache.session.stepping:
         return None
     return cache
 
