@@ -44,7 +44,7 @@ def compiling() -> bool:
     Raises:
         ModelError: it exports, which goes on where a graph would break, or traces, which takes what kernels give for a constant.
     """
-    if torch.jit.is_tracing() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
+    if torch.jit.is_tracing() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):  # type: ignore[attr-defined]
         raise ModelError(EXPORTED)
     return torch.compiler.is_compiling()
 

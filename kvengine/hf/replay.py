@@ -142,7 +142,7 @@ def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 def check_asked_of(module: Any, cache: Any) -> None:
     """Refuse layers that gave the engine keys and values and then attended by themselves: to a pass's own tokens alone."""
-    layers = cache.layers if isinstance(cache, EngineCache) else ()
+    layers: Any = cache.layers if isinstance(cache, EngineCache) else ()
     alone = [i for i, layer in enumerate(layers) if getattr(layer, "incoming", None) is not None]
     for i in alone:
         layers[i].incoming = None
