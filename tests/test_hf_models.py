@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,58 @@ def test_threads_share_a_model(text: str) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda batch: [greedy(model, batch) for _ in range(2)], batches))
     assert all(torch.equal(one, right) for both, right in zip(found, want, strict=True) for one in both)
+
+
+def attends_by_itself(self: Any, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+    """An attention of somebody's own, as other libraries put in: right with a cache of transformers', for one row."""
+    x = hidden_states.unflatten(1, (-1, 1))
+    q, k, v = (
+        f(x).unflatten(-1, (-1, self.head_dim))[:, :, 0].transpose(1, 2)
+        for f in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in given[CACHE].update(k, v, self.layer_idx))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("text", ["full", POLICY])
+@pytest.mark.parametrize("way", ["its class", "one module", "a module of another class"])
+def test_an_attention_that_does_not_ask_the_engine_is_refused(
+    way: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was handed the newest tokens alone, as if these were all: text that depends on nothing else."""
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    if way == "its class":
+        monkeypatch.setattr(type(attention), "forward", attends_by_itself)
+        with pytest.raises(ModelError, match=r"LlamaAttention attends by itself.*forward\(\) was replaced"):
+            kvengine.patch(model, text)
+        monkeypatch.undo()
+        kvengine.patch(model, text)
+        monkeypatch.setattr(type(attention), "forward", attends_by_itself)
+    elif way == "one module":
+        monkeypatch.setattr(attention, "forward", attends_by_itself.__get__(attention))
+        kvengine.patch(model, text)
+    else:
+        kvengine.patch(model, text)
+        model.model.layers[1].self_attn = copy.copy(attention)
+        model.model.layers[1].self_attn.__class__ = type("Own", (nn.Module,), {"forward": attends_by_itself})
+    layers = "0, 1" if way == "its class" else "1"
+    with pytest.raises(ModelError, match=f"layer {layers} of this LlamaModel attends by itself.*kvengine.unpatch"):
+        greedy(model, one())
+    greedy(kvengine.unpatch(model), one(), 3)
+
+
+def test_a_class_of_caches_of_ones_own_is_a_cache() -> None:
+    """The prompt was not noted of what is read a second time, and what hybrid models' caches are refused was not."""
+    own, model = type("Own", (kvengine.EngineCache,), {}), patched(SMALL["kvzip"])
+    assert torch.equal(greedy(model, prompts(), 4, cache=own(model)), greedy(model, prompts(), 4))
+
+
+def test_a_generate_that_was_put_in_by_others_stays() -> None:
+    model = llama()
+    model.generate = own = partial(type(model).generate, model)
+    with pytest.raises(ModelError, match=r"has a generate\(\) of its own"):
+        kvengine.patch(model, record="eager")
+    assert model.generate is own and not hasattr(model, STATE)
+    assert kvengine.unpatch(kvengine.patch(model)).generate is own

@@ -101,6 +101,17 @@ def test_a_model_is_exported_without_its_cache_or_it_says_why(given: bool) -> No
         torch.testing.assert_close(program.module()(ids), model(ids).logits)
 
 
+@pytest.mark.filterwarnings("ignore")  # the tracer looks at everything that is deprecated
+def test_a_model_is_traced_without_its_cache_or_it_says_why() -> None:
+    """What kernels gave was kept as a constant: the logits of any other text were wrong."""
+    model, ids = patched("full").requires_grad_(False), one(12)["input_ids"]
+    with torch.no_grad():
+        with pytest.raises(ModelError, match="cannot be exported, traced"):
+            torch.jit.trace(lambda x: model(x).logits, ids)
+        traced = torch.jit.trace(lambda x: model(x, use_cache=False).logits, ids)
+        torch.testing.assert_close(traced(ids.flip(1)), model(ids.flip(1)).logits)
+
+
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=24, window=6)", "kivi(bits=4, group=8, residual=8)"])
 def test_half_of_what_came_together_with_padding_is_taken_back(text: str) -> None:
     """What stays of it is read as if the rest had never come: padding is no token."""

@@ -36,7 +36,7 @@ def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
     """Raises CacheError, before anything is taken, for several tokens behind others."""
     cache = cache_given(args, kwargs, names)
     made = made_of(dict(zip(names, args, strict=False)) | kwargs)
-    if type(cache) is EngineCache and made is not None and cache.seen and made.shape[1] > 1:
+    if isinstance(cache, EngineCache) and made is not None and cache.seen and made.shape[1] > 1:
         raise CacheError(
             f"a pass of {cache.config.model_type} over several tokens behind others begins with empty states in transformers. "
             "Give a prompt in one pass (no prefill_chunk_size, no judge_every), and for a later turn the whole text with a new "

@@ -144,7 +144,7 @@ def check_first(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int
     """Refuse a batch of other rows, and a mask that hides what a policy no longer knows apart, where a window or a state comes
     first: the engine's layers would be asked too late."""
     cache: Any = args[at[name]] if at[name] < len(args) else kwargs.get(name)
-    if type(cache) is not EngineCache or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
+    if not isinstance(cache, EngineCache) or type(cache.layers[0]) is EngineLayer or torch.compiler.is_compiling():
         return
     given = {x: args[at[x]] for x in (IDS, VECTORS, MASK) if at.get(x, len(args)) < len(args)} | kwargs
     for made in (IDS, VECTORS):

@@ -24,8 +24,8 @@ BREAKS = (
 )
 """Why, to who compiles."""
 EXPORTED = (
-    "a model patched by kvengine cannot be exported, or compiled as one graph, with a cache, which does its work outside of any "
-    "graph. Pass use_cache=False, leave fullgraph=True out, or call kvengine.unpatch(model) first"
+    "a model patched by kvengine cannot be exported, traced, or compiled as one graph, with a cache, which does its work outside "
+    "of any graph. Pass use_cache=False, leave fullgraph=True out, or call kvengine.unpatch(model) first"
 )
 """Which of the two it is torch 2.11 does not tell apart."""
 COPIED = ", which the model has made: it runs layers several times over. The engine cannot enter it; call kvengine.unpatch(model)"
@@ -42,9 +42,9 @@ def compiling() -> bool:
     """Whether a compiler looks on, whose graph breaks where a cache works.
 
     Raises:
-        ModelError: it exports, which goes on where a graph would break.
+        ModelError: it exports, which goes on where a graph would break, or traces, which takes what kernels give for a constant.
     """
-    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):  # type: ignore[attr-defined]
         raise ModelError(EXPORTED)
     return torch.compiler.is_compiling()
 

@@ -16,6 +16,10 @@ from kvengine.errors import ModelError
 from kvengine.session import Session
 
 UNPATCH = ": call kvengine.unpatch(model)"
+ATTENDS = (
+    "{} attends by itself, and does not ask transformers' attention interface: it would see the newest tokens alone, as the "
+    f"engine holds the others. Where its forward() was replaced, put it back; otherwise the engine cannot enter it{UNPATCH}"
+)
 
 
 class MaskUsed(ModelError, AttributeError):

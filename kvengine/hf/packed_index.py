@@ -104,7 +104,7 @@ def reading(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: l
     cache = cache_given(args, kwargs, names)
     given = dict(zip(names, args, strict=False)) | kwargs
     made = made_of(given)
-    if type(cache) is not EngineCache or made is None:
+    if not isinstance(cache, EngineCache) or made is None:
         return
     if cache.config is not text:
         raise CacheError(FOREIGN)
@@ -160,7 +160,7 @@ def lay_out(cache: EngineCache, made: Tensor, mask: Tensor | None, dtype: torch.
 
 def of(cache: Any, module: Any) -> IndexedLayer | None:
     """The layer of an engine cache that is a module's."""
-    found = cache.layers[module.layer_idx] if type(cache) is EngineCache else None
+    found = cache.layers[module.layer_idx] if isinstance(cache, EngineCache) else None
     return found if isinstance(found, IndexedLayer) else None
 
 

@@ -136,6 +136,7 @@ def record_by_itself(model: PreTrainedModel, record: Record, fuse: bool) -> None
     if record:
         compile_decode(model, None if record is True else record, fuse)
         parts = [part for part in parts if getattr(type(part), RECORDING, None) is GenerationMixin.generate]
+        parts = [part for part in parts if isinstance(vars(part).get(RECORDING), Method | None)]  # no user's own
         if not parts:
             raise ModelError(
                 f"{type(model).__name__} has a generate() of its own, so nothing would be recorded; leave out record"

@@ -61,7 +61,7 @@ def hook_ragged(model: PreTrainedModel, text: Any) -> list[Any]:
 def reading(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a pass that is no replay's."""
     cache = cache_given(args, kwargs, names)
-    return None if type(cache) is not EngineCache or cache.session.again is not None else cache
+    return cache if isinstance(cache, EngineCache) and cache.session.again is None else None
 
 
 def before(

@@ -16,12 +16,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvengine.errors import UnsupportedPolicy
+from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf import states
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.forward import caching
 from kvengine.hf.layer import BREAKS, EngineLayer
-from kvengine.hf.mask import LazyMask
+from kvengine.hf.mask import ATTENDS, LazyMask
 from kvengine.hf.names import IDS, MASK, NAMES, PLACES, VECTORS, cache_given, name_of_cache, put_off, taken_up
 from kvengine.replay import conclude
 from kvengine.text import Fed
@@ -57,7 +57,7 @@ def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
 def replaying(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
     """The cache of a pass, if its policy asks for replays and this is not one of those."""
     cache = cache_given(args, kwargs, names)
-    if type(cache) is not EngineCache or cache.stack.retention.replay is None or cache.session.again is not None:
+    if not isinstance(cache, EngineCache) or cache.stack.retention.replay is None or cache.session.again is not None:
         return None
     return cache
 
@@ -132,10 +132,22 @@ def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str,
 
 
 def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, names: list[str]) -> Any:
-    """The pass is over: replay the prompt that it ended."""
+    """The pass is over: see that the engine was asked, and replay the prompt that it ended."""
+    if not torch.compiler.is_compiling():
+        check_asked_of(module, cache_given(args, kwargs, names))
     cache = replaying(args, kwargs, names)
     return None if cache is None or not (cache.session.due is not None or cache.session.rest) else over(
         module, cache, output, names)  # fmt: skip
+
+
+def check_asked_of(module: Any, cache: Any) -> None:
+    """Refuse layers that gave the engine keys and values and then attended by themselves: to a pass's own tokens alone."""
+    layers: Any = cache.layers if isinstance(cache, EngineCache) else ()
+    alone = [i for i, layer in enumerate(layers) if getattr(layer, "incoming", None) is not None]
+    for i in alone:
+        layers[i].incoming = None
+    if alone:
+        raise ModelError(ATTENDS.format(f"layer {', '.join(map(str, alone))} of this {type(module).__name__}"))
 
 
 @torch.compiler.disable(reason=BREAKS)  # type: ignore[untyped-decorator]

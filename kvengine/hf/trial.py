@@ -1,7 +1,8 @@
 """What a model's attention does between caching its keys and values and attending to them, tried out when it is patched.
 
-Some modules change their keys or values after they were cached, or read their mask to choose tokens by it, and no
-configuration says so. So one module of each kind is handed a few tokens that mean nothing, up to where it would attend.
+Some modules change their keys or values after they were cached, read their mask to choose tokens by it, or attend by
+themselves, and no configuration says so. So one module of each kind is handed a few tokens that mean nothing, up to where it
+would attend.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvengine.hf.attention import check_brought
 from kvengine.hf.cache import NAME, Chosen, EngineCache
 from kvengine.hf.cross import engine_layers
 from kvengine.hf.devices import device_of, hooks
-from kvengine.hf.mask import UNPATCH
+from kvengine.hf.mask import ATTENDS, UNPATCH
 from kvengine.hf.names import CACHE, name_of_cache
 from kvengine.hf.previous import View
 from kvengine.hf.rope import frequencies_of
@@ -45,7 +46,7 @@ def check_modules(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
     for the same reasons.
 
     Raises:
-        ModelError: it changes its keys or values after they were cached, or looks at its mask.
+        ModelError: it changes its keys or values after they were cached, looks at its mask, or attends by itself.
     """
     ours, found = engine_layers(text), set()
     kinds: dict[Any, nn.Module] = {}
@@ -101,6 +102,8 @@ def attempt(model: PreTrainedModel, text: Any, module: nn.Module) -> None:
         except RuntimeError:
             if width == widths[-1]:
                 raise
+        else:
+            raise ModelError(ATTENDS.format(type(module).__name__))
 
 
 def unrotated(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
