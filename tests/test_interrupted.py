@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.configs import build
 from support import SMALL, llama, one, prompts
 from transformers import LogitsProcessor
 
@@ -207,6 +208,34 @@ class Leaving:
             raise KeyboardInterrupt
 
     def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_of_a_pass_that_broke_off_between_two_layers_nothing_is_taken_back(name: str) -> None:
+    """Layers that it had not reached would give up tokens before it."""
+    ids = one(9)["input_ids"]
+    with torch.no_grad(), kvengine.patched(build(name), "full") as model:
+        model(ids, cache=(cache := kvengine.EngineCache(model)))
+        last = model.model.layers[-1].register_forward_pre_hook(control_c)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], cache=cache)
+        last.remove()
+        with pytest.raises(CacheError, match="broke off"):
+            cache.rollback(1)
+
+
+def test_a_mask_behind_a_first_prompt_that_broke_off_is_told_so() -> None:
+    """Layers behind the break hold nothing yet, of which something could be hidden."""
+    ids, mask = (prompts()[name] for name in ("input_ids", "attention_mask"))
+    with torch.no_grad(), kvengine.patched(build("gemma2"), "full") as model:
+        cache = kvengine.EngineCache(model)
+        last = model.model.layers[-1].register_forward_pre_hook(control_c)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, attention_mask=mask, cache=cache)
+        last.remove()
+        more = torch.cat([mask, torch.ones_like(mask[:, :4])], 1)
+        with pytest.raises(CacheError, match="broke off"):
+            model(ids[:, -4:], attention_mask=more, cache=cache)
 
 
 def repeating() -> torch.Tensor:

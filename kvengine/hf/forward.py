@@ -21,7 +21,7 @@ from kvengine.hf.drafts import SHARED, check_shared, share
 from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
 from kvengine.hf.mask import LazyMask
 from kvengine.hf.names import IDS, MASK, NAMES, OTHER, VECTORS, name_of_cache, own_name, renamed
-from kvengine.hf.rewind import check_rows
+from kvengine.hf.rewind import check_even, check_rows
 from kvengine.stack import Stack
 
 PREPARED: ContextVar[EngineCache | None] = ContextVar("prepared", default=None)
@@ -167,6 +167,7 @@ def check_hidden(cache: EngineCache, mask: Any, rows: int, n: int) -> None:
     hidden = rule.hidden(n, rule.turns(first, n))
     session.mask = was  # the pass is to find the same
     if hidden is not None:
+        check_even(cache.layers)  # of those that a first pass did not reach nothing can be asked
         for layer in cache.engines:
             layer.gone(hidden.to(layer.parts[0].lane.first.device))
 

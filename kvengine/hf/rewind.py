@@ -87,8 +87,7 @@ def back(layer: Any, n: int) -> None:
 def all_back(layers: list[Any], session: Session, n: int, seen: int, kept: states.Kept | None = None) -> None:
     """Take back the last `n` of `seen` tokens from every layer, or refuse and leave all as they are. States that have absorbed
     the tokens go back to those that were `kept`."""
-    if session.led == seen:
-        raise CacheError(BROKEN)
+    check_even(layers, session.led == seen)
     for layer in layers:
         if isinstance(layer, EngineLayer):
             check_layer_back(layer.cache, n)
