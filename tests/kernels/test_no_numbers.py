@@ -46,6 +46,17 @@ def test_of_a_row(backend: str, side: str, softcap: float | None) -> None:
         assert state.out.cpu()[0].isnan().flatten(1).all(1).tolist() == head and not bad[1].any()
 
 
+@pytest.mark.parametrize("wide", [40, 80])
+@pytest.mark.parametrize("backend", oracle.backends())
+def test_of_values_that_are_wider_or_narrower_than_keys(backend: str, wide: int) -> None:
+    """In logits there are none: keys are widened where values were, which may leave channels that keys do not have."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, *shape, 72, generator=g).half() for shape in ((2, 1), (70,)))
+    v = torch.full((2, 70, wide), math.inf).half()
+    found = [oracle.on(backend, attention)(q, k, x, None, 0.2, backend=backend).lse.cpu() for x in (v, k)]
+    torch.testing.assert_close(found[0], found[1])
+
+
 @pytest.mark.parametrize("backend", [b for b in oracle.backends() if b != "triton"])
 def test_of_a_prompt(backend: str) -> None:
     """Queries before the key do not see it."""
