@@ -117,12 +117,13 @@ def test_of_a_group_of_codes(backend: str, over: Literal["tokens", "channels"], 
     """It has no range then, and all that it decodes to is NaN: a code would be a number like any other. Not so by tokens that
     are not held."""
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).half()
-    x[0, 5, 7] = x[1, 9, 50] = bad
+    x[0, 5, 7] = x[0, 21, 45] = x[1, 9, 50] = bad  # one in a group's first numbers, one behind
     alive = torch.ones(2, 32, dtype=torch.bool)
     alive[1, 9] = False
     found = oracle.on(backend, quantise)(x, 4, 16, over, alive=alive, backend=backend)
     where = torch.zeros(2, 32, 64, dtype=torch.bool)
     where[(0, slice(16), 7) if over == "tokens" else (0, 5, slice(16))] = True
+    where[(0, slice(16, 32), 45) if over == "tokens" else (0, 21, slice(32, 48))] = True
     assert torch.equal(dequantise(found, 4).cpu().isnan() & alive[..., None], where)
     want = quantise(x.masked_fill(where, 0), 4, 16, over, alive=alive, backend="reference")
     others = ~where & alive[..., None]
