@@ -365,7 +365,7 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     else if (k_coded) dots_codes(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else if (k_mixed) dots_mixed(&a->k, group, q, sorted, a->padded, &b->is, weights);
     else {
-      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
+      if (a->k.dim != a->v.dim) memset(tile, 0, sizeof tile); /* values may lie where keys have no channels */
       locate(&a->k, &keys, row, k_lies, key, b->is.count, &next->is, a->dim, tile, &x);
 #if HALVES
       if (k_halved) dots_halved((const uint16_t *)sorted, a->halves, x.at, x.soon, b->is.count, a->dim, weights);
@@ -381,7 +381,6 @@ static void task(const Attention *a, int64_t row, int64_t from, int64_t to, floa
     else if (v_coded) weigh_codes(&a->v, weights, a->padded, &b->is, out);
     else if (v_mixed) weigh_mixed(&a->v, weights, a->padded, &b->is, out);
     else {
-      if (a->dim != a->dim_v) memset(tile, 0, sizeof tile);
       locate(&a->v, &values, row, v_lies, b->is.token, b->is.count, &next->is, a->dim_v, tile, &x);
       weigh(weights, a->padded, x.at, v_lies ? x.soon : NULL, b->is.count, a->dim_v, out, x.dtype);
     }

@@ -349,7 +349,6 @@ void turned_weigh(const Field *v, const float *p, int64_t rows, const Tokens *to
   const uint8_t *at[TILE];
   float scale[TILE + LANES] = {0}, w[CODED_QUERIES * TILE] __attribute__((aligned(64)));
   scales_of(v, tokens, scale);
-  for (int t = tokens->count; t < BATCH; t++) scale[t] = 0;
   for (int t = 0; t < tokens->count; t++) at[t] = bytes_at(v, tokens->token[t]);
   for (int64_t n = 0; n < rows; n++)
     for (int t = 0; t < BATCH; t += LANES) store(w + n * TILE + t, load(p + n * TILE + t) * load(scale + t));

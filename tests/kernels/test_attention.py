@@ -69,6 +69,20 @@ def test_many_query_rows_fit_on_small_stacks(dtype: torch.dtype) -> None:
     oracle.close(found[0], State(want.out.double(), want.lse.double()), BOUND[dtype])
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_that_are_read_in_pieces_lose_no_token(threads: int) -> None:
+    """Pieces of unlike lengths, which threads end in any order: of the first alone much is seen."""
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, *shape, generator=rng) for shape in ((2, 1, 256), (2501, 256), (2501, 256)))
+    k[:, -1] = q[:, 0, 0]  # what the last piece ends with counts
+    sinks, visible = torch.randn(3, 2, generator=rng), torch.ones(3, 1, 2501, dtype=torch.bool)
+    visible[..., 800:2500] = False
+    torch.set_num_threads(threads)
+    got = attention(q, k, v, visible, 0.1, sinks=sinks, want_probs=True, backend="native")
+    oracle.close(got, oracle.attend(q, k, v, visible, 0.1, sinks=sinks), 1e-5)
+
+
 VIEWS = {
     "one of several": lambda q: q[:, :, 1:2],
     "every other": lambda q: q[:, :, ::2],

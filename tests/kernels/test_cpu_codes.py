@@ -86,6 +86,7 @@ SHAPES = {
     "turned, 192": (192, "turned", 3, 4),
     "turned, 72": (72, "turned", 3, 4),
     "turned, 80": (80, "turned", 4, 4),
+    "turned, 20": (20, "turned", 4, 4),
     "turned, many queries": (128, "turned", 3, 20),
 }
 
@@ -185,12 +186,12 @@ def test_for_queries_of_bfloat16_codes_are_about_what_they_stand_for(shape: str,
 @pytest.mark.parametrize(
     ("dim", "bits", "group"),
     [(64, 4, 16), (64, 4, 64), (128, 4, 16), (128, 4, 32), (128, 4, 128), (256, 4, 16), (256, 4, 32), (256, 4, 64),
-     (128, 2, 16), (128, 2, 64), (256, 2, 32), (128, 8, 32), (128, "mixed", 39)],
+     (128, 2, 16), (128, 2, 64), (256, 2, 32), (128, 8, 32), (96, 8, 12), (128, "mixed", 39)],
 )  # fmt: skip
 def test_pages_that_follow_each_other_without_gaps(dim: int, bits: int | str, group: int, scales: torch.dtype) -> None:
     """Whole batches of tokens side by side, as most are: their scales and codes are read where they lie."""
     rng = torch.Generator().manual_seed(dim + group)
-    page = 128 if group == 128 else PAGE
+    page = {12: 96, 128: 128}.get(group, PAGE)
     k, v = torch.randn(2, 2 * TABLE, page, dim, generator=rng) + 1
     if bits == "mixed":
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < group
@@ -234,6 +235,20 @@ def test_beside_an_outlying_channel_of_values_those_of_other_groups_keep_their_b
     got = paged_attention(q, fields, table, position, page=PAGE, scale=0.1, codec=codec, dim_v=128, backend="native")
     want, rounded = (oracle.attend(q, k, x, seen, 0.1).out[..., 32:] for x in (v, v.bfloat16()))
     assert oracle.error(got.out[..., 32:], want) < oracle.error(rounded, want)
+
+
+@pytest.mark.usefixtures("processor")
+def test_sums_of_turned_vectors_that_are_all_alike_are_in_range() -> None:
+    """Every level of keys and values the largest, with one sign, as are turned queries and all weights: what whole numbers
+    of 32 bits just hold."""
+    x = turboquant.turned(torch.ones(128))
+    fields = TurboQuant(bits=2).encode(*x.expand(2, 1, PAGE, 128).contiguous(), torch.zeros(1, PAGE))
+    k, v = codecs.decode("turboquant", fields, 128, 128)
+    q, table, position = x.expand(1, 4, 1, 128).bfloat16(), torch.zeros(1, 1).int(), torch.arange(PAGE).view(1, -1)
+    got = paged_attention(
+        q, fields, table, position, page=PAGE, scale=0.1, codec="turboquant", dim_v=128, backend="native"
+    )
+    oracle.close(got, oracle.attend(q.float(), k, v, torch.ones(1, 1, PAGE, dtype=torch.bool), 0.1), 1e-2)
 
 
 def few_pages(codec: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:

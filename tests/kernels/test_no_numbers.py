@@ -46,6 +46,17 @@ def test_of_a_row(backend: str, side: str, softcap: float | None) -> None:
         assert state.out.cpu()[0].isnan().flatten(1).all(1).tolist() == head and not bad[1].any()
 
 
+@pytest.mark.parametrize("wide", [40, 80])
+@pytest.mark.parametrize("backend", oracle.backends())
+def test_of_values_that_are_wider_or_narrower_than_keys(backend: str, wide: int) -> None:
+    """In logits there are none: keys are widened where values were, which may leave channels that keys do not have."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, *shape, 72, generator=g).half() for shape in ((2, 1), (70,)))
+    v = torch.full((2, 70, wide), math.inf).half()
+    found = [oracle.on(backend, attention)(q, k, x, None, 0.2, backend=backend).lse.cpu() for x in (v, k)]
+    torch.testing.assert_close(found[0], found[1])
+
+
 @pytest.mark.parametrize("backend", [b for b in oracle.backends() if b != "triton"])
 def test_of_a_prompt(backend: str) -> None:
     """Queries before the key do not see it."""
@@ -106,12 +117,13 @@ def test_of_a_group_of_codes(backend: str, over: Literal["tokens", "channels"], 
     """It has no range then, and all that it decodes to is NaN: a code would be a number like any other. Not so by tokens that
     are not held."""
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).half()
-    x[0, 5, 7] = x[1, 9, 50] = bad
+    x[0, 5, 7] = x[0, 21, 45] = x[1, 9, 50] = bad  # one in a group's first numbers, one behind
     alive = torch.ones(2, 32, dtype=torch.bool)
     alive[1, 9] = False
     found = oracle.on(backend, quantise)(x, 4, 16, over, alive=alive, backend=backend)
     where = torch.zeros(2, 32, 64, dtype=torch.bool)
     where[(0, slice(16), 7) if over == "tokens" else (0, 5, slice(16))] = True
+    where[(0, slice(16, 32), 45) if over == "tokens" else (0, 21, slice(32, 48))] = True
     assert torch.equal(dequantise(found, 4).cpu().isnan() & alive[..., None], where)
     want = quantise(x.masked_fill(where, 0), 4, 16, over, alive=alive, backend="reference")
     others = ~where & alive[..., None]
