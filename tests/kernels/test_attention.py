@@ -147,6 +147,21 @@ def test_large_scores_neither_overflow_nor_vanish(backend: str, shift: float) ->
     oracle.close(got, oracle.attend(q, k, v, visible, 1.0), 1e-4)  # float32 scores near 300 carry 3e-5 of error
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+def test_triton_joins_more_shares_than_it_takes_in_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a long row on a GPU. Each outweighs those before it, or behind; the last the first by more than float32 can say."""
+    from kvengine.kernels.gpu import stream
+
+    monkeypatch.setattr(stream, "programs", lambda device, each: 64)
+    for name, size in (("FEW", 1), ("SOME", 2), ("SHARES", 4)):
+        monkeypatch.setattr(stream, name, size)
+    q, k, v, _ = case(2, 2, 1, 330, 16, 16, torch.float32)
+    q[:, 0], q[:, 1], k[..., 0] = 0.0, 0.0, torch.arange(330) / 2
+    q[0, :, :, 0], q[1, :, :, 0] = 1.0, -1.0
+    run, everyone = oracle.on("triton", attention), torch.ones(2, 1, 330, dtype=torch.bool)
+    oracle.close(run(q, k, v, None, 0.7, backend="triton"), oracle.attend(q, k, v, everyone, 0.7), 1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_at_all(backend: str) -> None:
     q, k, v, visible = case(2, 2, 1, 0, 16, 16, torch.float32)

@@ -84,6 +84,24 @@ def test_matches_lists_of_slots(backend: str, kind: str, slots: int) -> None:
     assert want.hits > 8
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_pages_than_all_programs_look_at_in_a_turn(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of a row, one page each, where pages are not short; and those that fetch, which are three here, two each."""
+    if backend == "triton":
+        monkeypatch.setattr("kvengine.kernels.fetch_pages.triton.PROGRAMS", 3)
+    to, pages = device(backend), torch.randperm(23, generator=torch.Generator().manual_seed(0))
+    field = pinned(torch.randn(23, 4, 130), to)
+    kept, before = empty({"a": field[:0].to(to)}, 1, 20), field.clone()
+    assert torch.equal(
+        start(kept, {"a": field}, pages[:19].to(to), to, backend=backend).wait()["a"].cpu(), before[pages[:19]]
+    )
+    field.add_(1)
+    at = pages[:20].flip(0)
+    got = start(kept, {"a": field}, at.to(to), to, backend=backend).wait()["a"].cpu()
+    assert torch.equal(got, torch.cat([field[at[:1]], before[at[1:]]]))
+    assert kept.counts.sum((0, 1)).tolist() == [19, 20]
+
+
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
 def test_triton_reads_nothing_outside_of_the_field() -> None:
     to = device("triton")

@@ -85,7 +85,7 @@ def test_what_an_earlier_call_read_is_not_in_the_way(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim, units", [(8, 5), (72, 70), (128, 1100)])
+@pytest.mark.parametrize("dim, units", [(8, 5), (72, 70), (128, 1100), (8, 4200)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_shares_are_a_softmax_of_each_head(backend: str, dim: int, units: int, dtype: torch.dtype) -> None:
     mean, _, alive = bounds(dim, units, dtype)

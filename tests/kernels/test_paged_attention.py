@@ -78,6 +78,7 @@ def test_units_of_any_size(backend: str, unit: int) -> None:
     codec, fields, k, v = pool("float32", 32, 32)
     given = rows(1)
     units = torch.stack([torch.randperm(TABLE * PAGE // unit)[: 160 // unit - 1] for _ in range(ROWS)])
+    units[0, 2] = -1
     q = torch.randn(ROWS, 4, 32)  # three axes: one query
     got = oracle.on(backend, paged_attention)(
         q, fields, given["table"], given["position"], page=PAGE, scale=0.2, units=units, unit=unit, backend=backend

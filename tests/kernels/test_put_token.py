@@ -24,6 +24,8 @@ def slots(rows: int, n: int, dim: int, dim_v: int, dtype: torch.dtype) -> dict[s
     }
     position = torch.arange(n + 3, dtype=torch.int32).where(torch.arange(n + 3) % 2 == 0, -1).repeat(rows, 1)
     position[:, 1:3] = torch.tensor([7, 8])[:, None].T.int()
+    if n > 1100:  # of long rows one has no free slot among the first thousand
+        position[-1, :1100] = 9
     return {name: x[:, :n] for name, x in wide.items()} | {"position": position[:, :n]}
 
 
@@ -120,6 +122,23 @@ def test_nobody_need_keep_positions_where_the_slot_is_told(backend: str) -> None
     assert torch.equal(keys[:, :8].cpu(), held["keys"][:, :8]) and torch.equal(
         values[:, :8].cpu(), held["values"][:, :8]
     )
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
+@pytest.mark.parametrize("how", [FREE, {"origin": 46}, {"origin": 45 - 21}], ids=["full", "before", "behind"])
+def test_triton_writes_nothing_where_there_is_no_such_slot(how: dict[str, Any]) -> None:
+    """Beside a row lies the next one's memory, and nothing would tell."""
+    device = oracle.device_of("triton")
+    wide = {"keys": torch.zeros(3, 24, 16), "values": torch.zeros(3, 24, 8), "position": torch.full((3, 24), 9).int()}
+    wide = {name: x.to(device) for name, x in (wide | {"score": torch.ones(3, 24)}).items()}
+    before, held = {name: x.clone() for name, x in wide.items()}, {name: x[:, 1:22] for name, x in wide.items()}
+    k, v, now = (
+        torch.ones(3, 1, 16, device=device),
+        torch.ones(3, 1, 8, device=device),
+        torch.tensor([45], device=device),
+    )
+    put_token(k, v, now=now, backend="triton", **held, **how)
+    assert all(torch.equal(wide[name], x) for name, x in before.items())
 
 
 def test_refusals_say_why() -> None:

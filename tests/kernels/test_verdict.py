@@ -48,6 +48,7 @@ def judged(
 def test_verdict_by_ends_is_as_the_loop(backend: str, n: int) -> None:
     first, recent = torch.tensor([0, 3, 90, 500]), torch.tensor([5, 60, 1, 20])
     position = held(n)
+    position[1, :4] = torch.tensor([2, 3, 140, 141], dtype=torch.int32)[:n]  # of each end what stays and what goes
     got, _ = judged(backend, ruled(backend, Ends(first, recent)), position)
     for row in range(ROWS):
         low, high = int(first[row]), NOW - int(recent[row])
