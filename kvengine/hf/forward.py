@@ -155,12 +155,12 @@ def check_first(args: tuple[Any, ...], kwargs: dict[str, Any], at: dict[str, int
 
 def check_hidden(cache: EngineCache, mask: Any, rows: int, n: int) -> None:
     """Ask every layer of the engine what it is asked before it takes tokens (`LayerCache.hide`), and have nothing done."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:  # drafts of a view have none
+        return
     session, first = cache.session, next(iter(cache.engines), None)
     if first is None or not first.seen or first.fixed is not None or session.again is not None:
         return
     if session.ragged is not None:  # a later part of a pass, which was asked as a whole
-        return
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows:
         return
     rule = LazyMask({"attention_mask": mask, "batch_size": rows, "q_offset": first.seen, "q_length": n})
     was = session.mask
