@@ -214,7 +214,9 @@ def summarise(given: argparse.Namespace, found: list[CellResult]) -> None:
         },
     }
     made = beside(made, result["machine"], given.results) if given.add else made
-    result["rows"] = sorted(made, key=lambda r: (r["policy"].partition("(")[0], -(r["held_MB"] or 0)))
+    result["rows"] = sorted(
+        made, key=lambda r: (r["policy"].partition("(")[0], -round(r["held_MB"] or 0, 2), -(r["read_MB"] or 0))
+    )
     given.results.mkdir(parents=True, exist_ok=True)
     for name, table in (("quality", result), ("front", front(result))):
         text = json.dumps(table, indent=1, ensure_ascii=False) + "\n"
