@@ -158,7 +158,7 @@ class Report:
 
     @property
     def bytes_per_token(self) -> float:
-        """Weights and cache that all tiers' passes read per decoded token; what prompts read, and the tokens that they gave, apart."""
+        """Weights and cache that all tiers read per decoded token; what prompts read, and the tokens that they gave, apart."""
         return sum(tier.bytes_read for tier in self.tiers) / max(1, self.emitted - self.rows)
 
     @property
