@@ -56,7 +56,7 @@ def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module])
             f"the attention {name!r} of this {type(model).__name__} is for continuous batching alone, and reads no cache but its "
             "own. Call model.set_attn_implementation('sdpa') first"
         )
-    layers = [m for m in modules if numbered(m)]
+    layers = [m for m in modules if numbers([m])]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
@@ -116,22 +116,24 @@ def check_numbers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -
                 f"a layer of this {name} has a configuration of its own, as copy.deepcopy makes one: give its modules the config "
                 f"of the others, and number the layers anew{ANEW}"
             )
-        numbers = [n for layer in within for n in sorted({m.layer_idx for m in layer if numbered(m)})]  # type: ignore[misc]
-        if True in inside and numbers != sorted(set(numbers)):
+        found = [number for layer in within for number in numbers(layer)]
+        if True in inside and found != sorted(set(found)):
             raise ModelError(
-                f"the layers of this {name} have the numbers {numbers}, as they were copied or moved; number them anew{ANEW}"
+                f"the layers of this {name} have the numbers {found}, as they were copied or moved; number them anew{ANEW}"
             )
     stock = enumerate(stock_layers(text))
     tokens = {i for i, layer in stock if isinstance(layer, DynamicLayer) and type(layer) is not CrossLayer}
-    if gone := sorted(tokens - {m.layer_idx for m in modules if numbered(m)}):  # type: ignore[misc]
+    if gone := sorted(tokens.difference(numbers(modules))):
         raise ModelError(
             f"this {name} has no layer of number {gone[0]}, and by its configuration it has one: where layers were taken out, "
             f"number the others anew{ANEW}"
         )
 
 
-def numbered(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int)
+def numbers(modules: list[nn.Module]) -> list[int]:
+    """Of their layers, each once."""
+    found = (getattr(m, "layer_idx", None) for m in modules)
+    return sorted({number for number in found if isinstance(number, int)})
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:
