@@ -154,7 +154,8 @@ def execute(
     Args:
         end: when to stop, on `time.monotonic`'s clock. A round that would not end in time, as the one before took, is not
             begun; what is begun is finished for all policies of its place.
-        questions: ask so many questions of each task, a batch of them in a round, instead of all samples.
+        questions: ask about so many questions of each task instead of all samples: as many rounds as batches hold them. A round
+            asks whole samples, as many as a batch holds questions of and one at the least, so it may ask fewer or more.
         timed: ask the first sample of each length, mode and policy alone, and measure its times.
     """
     places = [list(group) for _, group in groupby(run.cells(), key=lambda cell: (cell.task.name, cell.length))]

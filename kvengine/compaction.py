@@ -33,7 +33,7 @@ def fill_up(pages: Pages, rows: Bool[Tensor, "row"] | None = None) -> None:
     """
     if not can_merge(pages):
         return
-    counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2).masked_fill_(pages.table < 0, 0)
+    counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2)
     counts = counts if rows is None else counts * rows[:, None]
     row, columns = neighbours(counts.cpu().numpy(), pages.page)
     if not len(row):

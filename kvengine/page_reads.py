@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -81,14 +82,19 @@ class Readable(User):
         """Keys and values of all slots; anything where a row has no page."""
         return self.decoding(columns)()
 
-    def decoding(self, columns: slice = ALL) -> Callable[[], tuple[Tensor, Tensor]]:
-        """`decoded`, with what is elsewhere on its way at once, and the rest when the result is called."""
-        table = self.table[:, columns]
-        arriving = self.pool.start(self.pool.pieces(table.clamp(min=0).flatten().long()), self.without)
+    def arriving(self, columns: slice = ALL) -> Callable[[], dict[str, Tensor]]:
+        """The fields of these columns' pages: what is elsewhere is on its way at once, and the rest comes when this is called."""
+        begun = self.pool.start(self.pool.pieces(self.table[:, columns].clamp(min=0).flatten().long()), self.without)
+        return lambda: self.pool.joined(begun())
+
+    def decoding(
+        self, columns: slice = ALL, arriving: Callable[[], dict[str, Tensor]] | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """`decoded`, as `arriving` (None: that of these columns)."""
+        fields, shape = arriving or self.arriving(columns), (len(self.table), -1)
 
         def finish() -> tuple[Tensor, Tensor]:
-            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(arriving())))
-            shape = (len(table), -1)
+            k, v = answers.decoded(self.representation, self.whole(fields()))
             keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
             return keys, v.flatten(0, 1).unflatten(0, shape)
 
@@ -131,9 +137,15 @@ class Readable(User):
         channels there come none.
         """
         spans, out = self.parts(), list[Tensor]()
-        coming = [self.decoding(span) for span in spans[:1]]
+        # Where tiers keep what was read last, all is read at once: parts would drive each other out.
+        fields = self.arriving()() if self.pool.recalls else None
+
+        def decoding(span: slice) -> Callable[[], tuple[Tensor, Tensor]]:
+            return self.decoding(span, None if fields is None else partial(self.among, fields, span))
+
+        coming = [decoding(span) for span in spans[:1]]
         for i, span in enumerate(spans):
-            coming += [self.decoding(next_one) for next_one in spans[i + 1 : i + 2]]
+            coming += [decoding(next_one) for next_one in spans[i + 1 : i + 2]]
             at = slice(span.start * self.page, span.stop * self.page)
             for n, (some, x) in enumerate(zip(coming.pop(0)(), (k, v), strict=True)):
                 if not i:
@@ -144,12 +156,13 @@ class Readable(User):
         return out[0], out[1]
 
     def parts(self) -> list[slice]:
-        """All columns, some at a time.
-
-        Where tiers keep what was read last, a read of all is one: parts would drive each other out.
-        """
-        each = max(1, self.columns if self.pool.recalls else LAID // (len(self.table) * self.page))
+        """All columns, some at a time."""
+        each = max(1, LAID // (len(self.table) * self.page))
         return [slice(i, min(i + each, self.columns)) for i in range(0, self.columns, each)]
+
+    def among(self, fields: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
+        """Of the fields of all columns' pages, those of these columns'."""
+        return {n: x.unflatten(0, (len(self.table), -1))[:, columns].flatten(0, 1) for n, x in fields.items()}
 
     def span(self, columns: slice) -> Int[Tensor, "row token"]:
         """The positions in these columns."""

@@ -174,7 +174,8 @@ def test_a_row_that_says_nothing_is_not_merged_whatever_a_method_makes_of_it(mon
     assert torch.equal(mute, muted) and not torch.equal(talks, talked)
 
 
-ALONE = ["kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=4) + host", "turboquant(residual=8)"]
+KIVI = "kivi(bits=4, group=8, residual=8)"
+ALONE = [KIVI, f"{KIVI} + disk(host=0)", "quest(budget=16, page=4) + host", "turboquant(residual=8)"]
 
 
 @pytest.mark.parametrize(

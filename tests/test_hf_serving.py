@@ -86,6 +86,20 @@ def test_text_made_while_training_with_checkpoints_is_refused(text: str) -> None
     assert torch.equal(greedy(checkpointed(model, False), prompts()), want)
 
 
+@pytest.mark.parametrize("text", ["full", POLICY])
+def test_attention_dropout_is_refused_where_tokens_are_cached(text: str) -> None:
+    """Prompts were read with it, and tokens decoded without."""
+    model = kvengine.patch(llama(attention_dropout=0.5), text)
+    want, cache = greedy(model, prompts()), kvengine.EngineCache(model)
+    with pytest.raises(ModelError, match=r"attention dropout in training mode.*model.eval\(\)"):
+        greedy(model.train(), prompts())
+    model.eval()(**prompts(), cache=cache)
+    with pytest.raises(ModelError, match="attention dropout"):
+        model.train()(prompts()["input_ids"][:, :1], cache=cache)
+    model(**prompts(), labels=prompts()["input_ids"]).loss.backward()
+    assert torch.equal(greedy(model.eval(), prompts()), want)
+
+
 def test_a_checkpointed_part_that_caches_nothing_is_no_matter() -> None:
     found: Any = transformers.Gemma3ForConditionalGeneration
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -15,7 +15,7 @@ from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.hf import window
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.indexed import IndexedLayer, named_only
-from kvengine.hf.layer import BREAKS, WEIGHTS, EngineLayer
+from kvengine.hf.layer import BREAKS, DROPOUT, WEIGHTS, EngineLayer
 from kvengine.hf.mask import UNPATCH, LazyMask
 from kvengine.hf.previous import as_before
 from kvengine.hf.shown import ShownMask
@@ -56,6 +56,7 @@ def engine_attention(
         layer = kvengine.layer
         if (
             layer is not None
+            and not dropout
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
             and layer.session.paused is None
@@ -105,6 +106,8 @@ def attend(
         return stock.run(key, value) if out is None else (out, None)
     if kwargs.get("output_attentions"):
         raise ModelError(WEIGHTS)
+    if dropout:
+        raise ModelError(DROPOUT.format(type(module).__name__))
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     named = kwargs.get("indices") if type(layer) is IndexedLayer else None

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from kvengine import latent
 from kvengine.errors import ModelError
 from kvengine.hf import indexed
+from kvengine.hf.cross import CrossLayer, stock_layers
 from kvengine.hf.devices import wraps
 from kvengine.hf.forward import caching
 from kvengine.hf.states import STATES
@@ -24,6 +26,12 @@ KINDS = {
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
 """Caches of layers that the engine replaces, or that may stay transformers' own beside it."""
+TURNS = {"layer_idx", "cycle_offset"}
+"""By which a module that takes turns is told whose it is (Zamba 2, HRM)."""
+ANEW = (
+    ", from 0 on in the order in which they run (layer_idx of their modules), and have num_hidden_layers and layer_types of the "
+    "configuration say the same"
+)
 
 
 def check_model(model: Any) -> None:
@@ -48,7 +56,7 @@ def check_attention(model: PreTrainedModel, text: Any, modules: list[nn.Module])
             f"the attention {name!r} of this {type(model).__name__} is for continuous batching alone, and reads no cache but its "
             "own. Call model.set_attn_implementation('sdpa') first"
         )
-    layers = [m for m in modules if isinstance(getattr(m, "layer_idx", None), int)]
+    layers = [m for m in modules if numbers([m])]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no attention module with a layer index; the engine cannot enter it"
@@ -90,6 +98,42 @@ def check_layers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) ->
     else:
         return
     raise ModelError(f"{type(model).__name__} {what}; the engine cannot enter it")
+
+
+def check_numbers(model: PreTrainedModel, text: Any, modules: list[nn.Module]) -> None:
+    """Refuse models whose layers were taken out, copied or moved since they were made, and not numbered anew.
+
+    A layer of the cache is found by its number, and so is the last one, for which prompts' verdicts wait.
+    """
+    if any(TURNS & {*signature(type(m).forward).parameters} for m in modules):
+        return
+    mine, kinds, name = {id(m) for m in modules}, {type(m) for m in modules}, type(model).__name__
+    for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        within = [[m for m in layer.modules() if type(m) in kinds] for layer in layers]
+        inside = {id(m) in mine for layer in within for m in layer}
+        if inside == {True, False}:
+            raise ModelError(
+                f"a layer of this {name} has a configuration of its own, as copy.deepcopy makes one: give its modules the config "
+                f"of the others, and number the layers anew{ANEW}"
+            )
+        found = [number for layer in within for number in numbers(layer)]
+        if True in inside and found != sorted(set(found)):
+            raise ModelError(
+                f"the layers of this {name} have the numbers {found}, as they were copied or moved; number them anew{ANEW}"
+            )
+    stock = enumerate(stock_layers(text))
+    tokens = {i for i, layer in stock if isinstance(layer, DynamicLayer) and type(layer) is not CrossLayer}
+    if gone := sorted(tokens.difference(numbers(modules))):
+        raise ModelError(
+            f"this {name} has no layer of number {gone[0]}, and by its configuration it has one: where layers were taken out, "
+            f"number the others anew{ANEW}"
+        )
+
+
+def numbers(modules: list[nn.Module]) -> list[int]:
+    """Of their layers, each once."""
+    found = (getattr(m, "layer_idx", None) for m in modules)
+    return sorted({number for number in found if isinstance(number, int)})
 
 
 def attention_modules(model: nn.Module, text: Any) -> list[nn.Module]:

@@ -33,6 +33,10 @@ WEIGHTS = (
     "output_attentions=True on a patched model: the engine never forms the attention matrix. Pass use_cache=False or call "
     "kvengine.unpatch(model)"
 )
+DROPOUT = (
+    "{} has attention dropout in training mode, and what is decoded from an engine cache would be without: call model.eval() to "
+    "generate, or pass use_cache=False"
+)
 Listener = Callable[[Tensor, Tensor, Tensor, Call], None]
 """Told the queries, keys and values of every pass."""
 Heard = tuple[Tensor, Tensor, Tensor, Call]

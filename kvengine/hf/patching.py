@@ -26,7 +26,7 @@ from kvengine.hf.attention import Seam, engine_attention
 from kvengine.hf.cache import NAME, STATE, Chosen, EngineCache
 from kvengine.hf.compiled import compile_decode
 from kvengine.hf.devices import device_of, wraps
-from kvengine.hf.enterable import attention_modules, check_attention, check_layers, check_model
+from kvengine.hf.enterable import attention_modules, check_attention, check_layers, check_model, check_numbers
 from kvengine.hf.fitting import check_stack
 from kvengine.hf.forgetful import hook_forgetful
 from kvengine.hf.forward import hook_passes, hook_vectors
@@ -158,6 +158,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     modules = attention_modules(model, text)
     check_attention(model, text, modules)
     check_layers(model, text, modules)
+    check_numbers(model, text, modules)
     state = getattr(model, STATE, None) or Patch(Chosen(stack))
     check_stack(stack, text, state.chosen.channels)
     if STATE not in vars(model) and text._attn_implementation == NAME:

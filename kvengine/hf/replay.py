@@ -54,9 +54,8 @@ def hook_replays(model: PreTrainedModel, text: Any) -> list[Any]:
     return around_reader(model, text, before, after)
 
 
-def replaying(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> EngineCache | None:
+def replaying(cache: Any) -> EngineCache | None:
     """The cache of a pass, if its policy asks for replays and this is not one of those."""
-    cache = cache_given(args, kwargs, names)
     if not isinstance(cache, EngineCache) or cache.stack.retention.replay is None or cache.session.again is not None:
         return None
     return cache
@@ -66,7 +65,7 @@ def before(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Note what a pass is made of. Behind a prompt's end, what comes with it waits for a pass of its own."""
-    cache = replaying(args, kwargs, names)
+    cache = replaying(cache_given(args, kwargs, names))
     return None if cache is None else apart(cache, dict(zip(names, args, strict=False)) | kwargs)
 
 
@@ -133,9 +132,10 @@ def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str,
 
 def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, names: list[str]) -> Any:
     """The pass is over: see that the engine was asked, and replay the prompt that it ended."""
+    its = cache_given(args, kwargs, names)
     if not torch.compiler.is_compiling():
-        check_asked_of(module, cache_given(args, kwargs, names))
-    cache = replaying(args, kwargs, names)
+        check_asked_of(module, its)
+    cache = replaying(its)
     return None if cache is None or not (cache.session.due is not None or cache.session.rest) else over(
         module, cache, output, names)  # fmt: skip
 

@@ -158,8 +158,8 @@ class Report:
 
     @property
     def bytes_per_token(self) -> float:
-        """Weights and cache read by all tiers per emitted token."""
-        return sum(tier.bytes_read for tier in self.tiers) / max(1, self.emitted)
+        """Weights and cache that all tiers read per decoded token; what prompts read, and the tokens that they gave, apart."""
+        return sum(tier.bytes_read for tier in self.tiers) / max(1, self.emitted - self.rows)
 
     @property
     def measured_speedup(self) -> float | None:

@@ -51,15 +51,17 @@ class Resp:
         if there is not None and there.serves(record.parse(front)) and self._whole(there):
             return
         whole = memoryview(b"".join(payload) if len(payload) != 1 else payload[0]).cast("B")
-        expiry = None if ttl is None else max(int(ttl * 1000), 1)
+        expiry, parts = None if ttl is None else max(int(ttl * 1000), 1), count(len(whole))
         until = self._life(key, expiry or UNFINISHED) if there is not None else expiry or UNFINISHED
         for number, start in enumerate(range(0, len(whole), PART)):
             self.client.set(self._name(key, number), bytes(whole[start : start + PART]), px=until)
         with self.client.pipeline() as together:  # a manifest without the life of its parts would outlive them
             together.set(self._name(key), front, px=expiry)
-            for number in range(-(-len(whole) // PART) if until != expiry else 0):
+            for number in range(parts if until != expiry else 0):
                 name = self._name(key, number)
                 together.persist(name) if expiry is None else together.pexpire(name, expiry)
+            for number in range(parts, 0 if there is None else count(there.size)):  # of a longer value that was there
+                together.delete(self._name(key, number))
             together.execute()
 
     def _life(self, key: str, least: int) -> int | None:
@@ -69,7 +71,7 @@ class Resp:
 
     def _whole(self, entry: Entry) -> bool:
         """Whether all parts of a value are there: the server may have evicted some."""
-        names = [self._name(entry.key, part) for part in range(-(-entry.size // PART))]
+        names = [self._name(entry.key, part) for part in range(count(entry.size))]
         return not names or self.client.exists(*names) == len(names)
 
     def _there(self, key: str) -> Entry | None:
@@ -123,7 +125,7 @@ class Resp:
     def delete(self, key: str) -> bool:
         front, parts = self.client.get(self._name(key)), 0
         try:
-            parts = -(-record.parse(front or b"", key).size // PART)
+            parts = count(record.parse(front or b"", key).size)
         except (CorruptBitstream, IncompatibleCache):
             pass  # then those that follow one another
         there = bool(self.client.delete(self._name(key)))
@@ -148,7 +150,7 @@ class Resp:
     def pin(self, key: str, pinned: bool = True) -> None:
         """Removes the expiry. It cannot be given back, so unpinning only makes sure that the value is there."""
         entry = self._head(key)
-        for part in ["head", *range(-(-entry.size // PART))] if pinned else []:
+        for part in ["head", *range(count(entry.size))] if pinned else []:
             self.client.persist(self._name(key, part))
 
     @reached
@@ -163,3 +165,8 @@ class Resp:
 
     def close(self) -> None:
         self.client.close()
+
+
+def count(size: int) -> int:
+    """The parts of a value of so many bytes."""
+    return -(-size // PART)

@@ -281,7 +281,7 @@ def test_chains_of_drafts_are_lossless() -> None:
     for stack in ("full", "host"):
         decoder = TriForce(kvengine.patch(model, "full"), "lookup", None, gamma=(2, 4), stack=stack)
         assert torch.equal(decoder.generate(batch["input_ids"], max_new_tokens=24, do_sample=False), want)
-    with pytest.raises(ModelError, match="know no branches"):
+    with pytest.raises(ModelError, match="or an index of its own, which know no branches"):
         TriForce(model, "recycling", None)
     with pytest.raises(UnsupportedPolicy, match="'quest' chooses what is read"):
         TriForce(model, "lookup", "quest(budget=24, page=4)")

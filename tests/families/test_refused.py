@@ -1,5 +1,6 @@
 """Families that do with their caches what the engine cannot follow: they say so, and run as ever without it."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,54 @@ def test_refused_with_a_reason(name: str) -> None:
             kvengine.patch(model, policy)
     assert not hasattr(model, STATE) and model.config._attn_implementation == before
     assert torch.equal(generate(), want)
+
+
+def stacked(*order: int, config: bool = True) -> Any:
+    """Three layers in this order, copies of those that come again: with the model's own configuration, or a copy of it too."""
+    model, seen = build("llama"), set()
+    layers = [
+        copy.deepcopy(model.model.layers[i]) if i in seen or seen.add(i) else model.model.layers[i] for i in order
+    ]
+    model.model.layers = torch.nn.ModuleList(layers)
+    for layer in layers if config else ():
+        layer.self_attn.config = model.config
+    return model
+
+
+@pytest.mark.parametrize(
+    ("order", "match"),
+    [
+        ((0, 1), "no layer of number 2, and by its configuration"),
+        ((0, 2), "no layer of number 1, and by its configuration"),
+        ((0, 2, 1), r"the numbers \[0, 2, 1\]"),
+        ((0, 1, 2, 2), r"the numbers \[0, 1, 2, 2\]"),
+    ],
+)
+def test_layers_that_are_not_numbered_anew_are_refused(order: tuple[int, ...], match: str) -> None:
+    """Pruned, moved or repeated ones, which another layer's verdict would wait for, or whose tokens would go to one cache."""
+    model = stacked(*order)
+    model.config.num_hidden_layers = max(3, len(order))
+    with pytest.raises(ModelError, match=f"{match}.*num_hidden_layers"):
+        kvengine.patch(model, "d2o(budget=8, shares='measured')")
+    model.config.num_hidden_layers = len(order)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+    want = model.generate(**padded_batch(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(kvengine.patch(model).generate(**padded_batch(), max_new_tokens=4, do_sample=False), want)
+    kvengine.patch(model, "d2o(budget=8, shares='measured')").generate(**padded_batch(), max_new_tokens=4)
+
+
+def test_a_copied_layer_with_a_configuration_of_its_own_is_refused() -> None:
+    model = stacked(0, 1, 2, 2, config=False)
+    with pytest.raises(ModelError, match="a layer of this LlamaForCausalLM has a configuration of its own"):
+        kvengine.patch(model)
+
+
+def test_layers_that_the_configuration_no_longer_runs_may_stay() -> None:
+    """As an early exit has it."""
+    model = build("llama")
+    model.config.num_hidden_layers = 2
+    kvengine.patch(model, "d2o(budget=8, shares='measured')").generate(**padded_batch(), max_new_tokens=4)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="this transformers has no Dory")

@@ -81,6 +81,14 @@ def test_what_stood_behind_the_end_of_a_text_is_no_text(target: Any) -> None:
     assert report.tokens_per_target_pass == (report.emitted - 1) / report.tiers[0].passes
 
 
+def test_bytes_are_those_of_decoded_tokens(target: Any) -> None:
+    """Plain decoding reads weights and cache once for each; a row's first token came with its prompt, which is not counted."""
+    decoder = TriForce(target, None, None)
+    decoder.generate(prompt(60, 2), max_new_tokens=3, do_sample=False)
+    report, one = decoder.report, decoder.report.tiers[0]
+    assert (report.emitted, one.passes) == (6, 4) and report.bytes_per_token == one.bytes_read / 4 > weights(target) / 2
+
+
 @pytest.mark.parametrize("middle", ["quest(budget=24, page=4)", "kivi(group=8, residual=8)"])
 def test_rows_of_a_batch_hold_their_caches_at_the_same_time(target: Any, middle: str) -> None:
     decoder, held = TriForce(target, "lookup", middle, gamma=(1, 3)), []
