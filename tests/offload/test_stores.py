@@ -335,6 +335,30 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("change", ["put", "pin", "delete"])
+def test_a_store_that_takes_nothing_is_still_read(change: str) -> None:
+    """Full, or for reading alone: what it had was computed anew as long as others were to be stored."""
+    store = stores.Store(backend := Faulty(), pause=1000)
+    store.wait(store.submit_put(KEYS[:1], [b"a"]))
+
+    def refused(*_: Any) -> Any:
+        raise PermissionError("403: you may read")
+
+    setattr(backend, change, refused)
+    for _ in range(3):
+        if change == "put":
+            store.wait(store.submit_put(KEYS[1:3], [b"b", b"c"]))
+        else:
+            getattr(store, change)(KEYS[1:3])
+        assert store.lookup(KEYS[:2]) == 1
+    assert store.counts["failed"] == FAILURES and store.counts["skipped"] == 6 - FAILURES
+    store._refusing_until = 0.0
+    delattr(backend, change)
+    done = store.wait(store.submit_put(KEYS[1:2], [b"b"]))
+    assert done is not None and done.ok == (True,)
+    store.close()
+
+
 def test_who_asks_for_nothing_does_not_wait_for_those_whom_the_store_keeps_waiting() -> None:
     """A prompt shorter than a chunk has no keys, which to name in an event was an IndexError."""
     backend, go = Faulty(), threading.Event()
