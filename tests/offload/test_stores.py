@@ -352,10 +352,13 @@ def test_a_store_that_takes_nothing_is_still_read(change: str) -> None:
             getattr(store, change)(KEYS[1:3])
         assert store.lookup(KEYS[:2]) == 1
     assert store.counts["failed"] == FAILURES and store.counts["skipped"] == 6 - FAILURES
-    store._refusing_until = 0.0
-    delattr(backend, change)
     done = store.wait(store.submit_put(KEYS[1:2], [b"b"]))
-    assert done is not None and done.ok == (True,)
+    assert done is not None and done.ok == (change != "put",)
+    assert store.pin(KEYS[:1]) == [change != "pin"] and store.delete(KEYS[:1]) == [change != "delete"]
+    store._refused_until.clear()
+    delattr(backend, change)
+    done = store.wait(store.submit_put(KEYS[2:3], [b"c"]))
+    assert done is not None and done.ok == (True,) and store.delete(KEYS[2:3]) == [True]
     store.close()
 
 
