@@ -203,7 +203,9 @@ class Library:
 
     def stored(self, ids: Tensor) -> dict[str, Any]:
         """Whether what was submitted has reached the store, and is still there: a store that is full makes room."""
-        store, keys = self.prefix.store, self.prefix.keys(ids)
+        store, chunks = self.prefix.store, self.prefix.keys(ids)
+        # Windows and states after the last of them, where the model has such: without, no question can go on from there.
+        keys = [*chunks, *self.prefix.keys(ids, beside=True)[len(chunks) :][-1:]]
         store.drain()
         down = [done for done in store.poll() if not all(done.ok)]
         kept = store.lookup(keys, self.prefix.timeout)

@@ -128,6 +128,22 @@ def test_a_document_that_the_store_has_no_room_for_is_told_of(served: Served, mo
     assert client(f"/documents/{made['id']}/questions", QUESTION)[1]["reused_tokens"] > 0
 
 
+def test_a_document_of_which_no_question_can_begin_is_not_said_to_be_stored() -> None:
+    """All its chunks were there, and not the windows and states that lay beside the last of them."""
+    module, there = service(), ["a", "b"]
+
+    def lookup(keys: list[str], _: float) -> int:
+        return next((n for n, key in enumerate(keys) if key not in there), len(keys))
+
+    store = SimpleNamespace(drain=lambda: None, poll=lambda: [], lookup=lookup)
+    keys = lambda _, beside=False: ["a", "b", *(("beside a", "beside b") if beside else ())]  # noqa: E731
+    library = SimpleNamespace(prefix=SimpleNamespace(store=store, keys=keys, timeout=1.0))
+    told = module.Library.stored(library, None)
+    assert told["stored"] is False and "keeps 2 of 3" in told["warning"]
+    there.append("beside b")
+    assert module.Library.stored(library, None) == {"stored": True}
+
+
 def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     client, library, _ = served
     made = client("/documents", document("deleted"))[1]
