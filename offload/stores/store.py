@@ -5,11 +5,11 @@
 Buffers belong to the caller: those given to `submit_put` must not change, and those given to `submit_get` must not be
 used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
 asked for the newest are remembered, some ten thousands. Nothing here raises because a store is down, slow, full or damaged: such
-a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
-store is left alone for `pause` seconds, so a dead one costs nothing per request; one that only takes nothing more, as it is full
-or may only be read, is still read. A closed store, and in a process that was
-forked off one that was opened before, raise StoreError: that is a mistake of the caller's, and as a miss it would be computed
-around for ever.
+a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row, and after each
+that follows them, the store is left alone for `pause` seconds, so a dead one costs next to nothing per request; one that only
+takes nothing more, as it is full or may only be read, is still read. A closed store, and in a process that was forked off
+one that was opened before, raise StoreError: that is a mistake of the caller's, and as a miss it would be computed around
+for ever.
 """
 
 from __future__ import annotations
@@ -256,11 +256,11 @@ class Store:
         if change:
             self._refusals[change] += 1
             if self._refusals[change] >= FAILURES:
-                self._refused_until[change], self._refusals[change] = time.monotonic() + self.pause, 0
+                self._refused_until[change] = time.monotonic() + self.pause
             return
         self._failures += 1
         if self._failures >= FAILURES:
-            self._closed_until, self._failures = time.monotonic() + self.pause, 0
+            self._closed_until = time.monotonic() + self.pause
 
     def _note(self, kind: str, key: str, detail: str) -> None:
         self.counts[kind] += 1

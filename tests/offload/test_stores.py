@@ -335,6 +335,22 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
     store.close()
 
 
+def test_a_store_that_is_still_down_after_the_pause_is_asked_once() -> None:
+    """Three times, and requests waited most of the time for a store that lets its clients wait."""
+    backend = Faulty()
+    backend.error = TimeoutError("no answer")
+    store = stores.Store(backend, pause=1000)
+    for pauses in range(3):
+        store._closed_until = 0.0
+        assert store.sizes(KEYS[:6]) == [None] * 6
+        assert backend.calls == store.counts["failed"] == FAILURES + pauses
+    backend.error, store._closed_until = None, 0.0
+    assert store.sizes(KEYS[:1]) == [None] and store.counts["miss"] == 1
+    backend.error = TimeoutError("no answer")
+    assert store.sizes(KEYS[:6]) == [None] * 6 and store.counts["failed"] == 2 * FAILURES + 2
+    store.close()
+
+
 @pytest.mark.parametrize("change", ["put", "pin", "delete"])
 def test_a_store_that_takes_nothing_is_still_read(change: str) -> None:
     """Full, or for reading alone: what it had was computed anew as long as others were to be stored."""
