@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import json
 import re
-import secrets
 import threading
 import time
 from collections import Counter
@@ -48,6 +47,7 @@ except ModuleNotFoundError as missing:
 import kvengine
 from kvengine.evals import loading
 from kvengine.offload.stores import Store
+from kvengine.offload.stores.filesystem import replace_file
 from kvengine.offload.stores.urls import backend
 from kvengine.prefix import Prefix
 
@@ -132,18 +132,14 @@ class Library:
         return {"id": name, "tokens": ids.shape[1], "already_known": known, **stored}
 
     def write(self, name: str, body: bytes) -> None:
-        """Keep a text: whole or not at all, whatever stops the service. Raises HTTPException 507."""
-        file, draft = self.folder / f"{name}.txt", self.folder / f"{name}.{secrets.token_hex(4)}.part"
+        """Keep a text: whole or not at all, whatever stops the service or the machine. Raises HTTPException 507."""
+        file = self.folder / f"{name}.txt"
         if not file.exists() and len(list(self.folder.glob("*.txt"))) >= self.max_documents:
             raise HTTPException(507, f"{self.max_documents} documents are kept, which is all; DELETE one of them first")
         try:
-            draft.write_bytes(body)
-            draft.replace(file)
+            replace_file(file, body)
         except OSError as error:
             raise HTTPException(507, f"the document cannot be kept: {error.strerror}; what was there stays") from error
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink()
 
     def text(self, name: str) -> str:
         """A document to the byte as it came; reading as text would turn \\r\\n into \\n. Raises HTTPException 404, 500, 503."""
@@ -207,7 +203,9 @@ class Library:
 
     def stored(self, ids: Tensor) -> dict[str, Any]:
         """Whether what was submitted has reached the store, and is still there: a store that is full makes room."""
-        store, keys = self.prefix.store, self.prefix.keys(ids)
+        store, chunks = self.prefix.store, self.prefix.keys(ids)
+        # Windows and states after the last of them, where the model has such: without, no question can go on from there.
+        keys = [*chunks, *self.prefix.keys(ids, beside=True)[len(chunks) :][-1:]]
         store.drain()
         down = [done for done in store.poll() if not all(done.ok)]
         kept = store.lookup(keys, self.prefix.timeout)

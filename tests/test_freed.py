@@ -27,7 +27,7 @@ from kvengine.offload.links import SimulatedLink, Trace
 from kvengine.offload.placement._packed import Packed
 from kvengine.offload.streaming import TEXT, Bandwidth, Chunk, Controller, stream
 from kvengine.policies.retention import Retention, Seen
-from kvengine.speculative import TriForce
+from kvengine.speculative import TriForce, noise
 from kvengine.stack import Stack
 
 
@@ -84,6 +84,22 @@ def test_caches_of_a_speculative_call_go_with_it(
     except Broken:
         assert passes is not None
     assert made and not any(cache() for cache in made)
+
+
+def test_noise_of_a_speculative_call_is_made_once_and_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed for as long as the process, on the device, also when its model was gone."""
+    made: dict[tuple[int, int, str], weakref.ref[torch.Tensor]] = {}
+    gumbel = noise.gumbel
+
+    def noted(*place: Any) -> torch.Tensor:
+        assert place not in made
+        made[place] = weakref.ref(found := gumbel(*place))
+        return found
+
+    monkeypatch.setattr(noise, "gumbel", noted)
+    decoder = TriForce(llama(), "lookup", gamma=(1, 3), middle="retrieval(budget=24, chunk=4)")
+    decoder.generate(one()["input_ids"], max_new_tokens=12, do_sample=True, seed=1, coupled=True)
+    assert len(made) >= 12 and not any(left() is not None for left in made.values())
 
 
 def files() -> int:

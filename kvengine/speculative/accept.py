@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvengine.errors import CacheError, ModelError
-from kvengine.speculative.noise import Gumbel, Stream
+from kvengine.speculative.noise import Gumbel, Made, Stream, gumbel
 
 Law = Float[Tensor, " vocab"]
 """Probabilities over the vocabulary after all logit processors, in any floating dtype."""
@@ -196,9 +196,9 @@ class Coupled:
         return (list(children).index(token) if token in children else None), token
 
 
-def rule(seed: int, row: int, coupled: bool) -> Rule:
-    """The rule for one sequence; rows with the same seed draw independently of each other."""
-    return Coupled(Gumbel(seed, row)) if coupled else Rejection(Stream(seed, row))
+def rule(seed: int, row: int, coupled: bool, made: Made = gumbel) -> Rule:
+    """The rule for one sequence; rows with the same seed draw independently of each other. `made`: of the coupled noise."""
+    return Coupled(Gumbel(seed, row, made)) if coupled else Rejection(Stream(seed, row))
 
 
 def walk(draft: Draft, laws: Laws, rule: Rule, position: int) -> Verdict:

@@ -7,6 +7,7 @@ between devices, and a token drawn on one must be the token drawn on the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from kvengine.errors import ModelError
 
+Made = Callable[[int, int, str], Tensor]
+"""The noise [vocab] of a key, on a device."""
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -94,6 +97,16 @@ class Stream:
         return min(((key(1, self.seed, self.row, self.drawn) >> 11) + 0.5) * 2.0**-53, 1 - 2.0**-53)
 
 
+def gumbel(key: int, vocab: int, device: str) -> Float64[Tensor, " vocab"]:
+    return -torch.log(-torch.log(uniforms(key, vocab, device)))
+
+
+def remembered() -> Made:
+    """`gumbel` for the rows of a call: every tier asks for the same position within a round. It goes with the call: of a large
+    vocabulary it is some 80 MB, on the model's device."""
+    return lru_cache(maxsize=64)(gumbel)
+
+
 @dataclass(frozen=True)
 class Gumbel:
     """Gumbel noise for every token of the vocabulary, fixed by (seed, row, position).
@@ -103,12 +116,8 @@ class Gumbel:
 
     seed: int
     row: int = 0
+    made: Made = field(default=gumbel, repr=False, compare=False)  # or what is `remembered`
 
     def at(self, position: int, vocab: int, device: torch.device | str = "cpu") -> Float64[Tensor, " vocab"]:
         """position: index in the sequence, prompt included, of the token to draw."""
-        return _gumbel(key(2, self.seed, self.row, position), vocab, str(device))
-
-
-@lru_cache(maxsize=64)  # every tier asks for the same position within a round
-def _gumbel(key: int, vocab: int, device: str) -> Float64[Tensor, " vocab"]:
-    return -torch.log(-torch.log(uniforms(key, vocab, device)))
+        return self.made(key(2, self.seed, self.row, position), vocab, str(device))

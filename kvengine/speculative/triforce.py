@@ -45,6 +45,7 @@ from kvengine.speculative.check import (
 from kvengine.speculative.clock import Watch
 from kvengine.speculative.echo import Echo, Refresh
 from kvengine.speculative.law import Law, for_row
+from kvengine.speculative.noise import remembered
 from kvengine.speculative.places import LayerPlaces
 from kvengine.speculative.propose import Lookup, Recycling
 from kvengine.speculative.report import Report
@@ -196,12 +197,12 @@ class TriForce(Decoder):
         ends = frozenset(end_tokens(generation_config))
         self.report = Report()
         put = None if streamer is None else streamer.put
-        runs, rows = [], []
+        runs, rows, made = [], [], remembered()
         for row, text in enumerate(texts(input_ids, kwargs.get("attention_mask"))):
             watch = Watch()
             mine = [for_row(processor, row, len(input_ids)) for processor in logits_processor]
             law = Law(mine, greedy=not generation_config.do_sample)
-            begin = partial(self.tiers, law, rule(seed, row, coupled), ends, watch)
+            begin = partial(self.tiers, law, rule(seed, row, coupled, made), ends, watch)
             done = partial(ended, stopping_criteria, row, len(input_ids))
             runs.append(Run(begin, done, generation_config.max_length, watch))
             rows.append((runs[-1].going(text, put), watch))

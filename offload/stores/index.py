@@ -102,6 +102,8 @@ class Index:
             "select key, size from object where expires > 0 and expires <= ? and writer is null", (now,)
         ).fetchall()
         victims, over = [key for key, _ in expired], over - sum(n for _, n in expired)
+        if over > 0:  # after a clock was put back, what was used before would be the newest for as long as it was ahead
+            self.base.execute("update object set accessed = ? where accessed > ?", (now, now))
         for key, n in self.base.execute(
             "select key, size from object where pinned = 0 and writer is null and not (expires > 0 and expires <= ?) "
             "order by accessed, key", (now,)

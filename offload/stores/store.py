@@ -5,10 +5,11 @@
 Buffers belong to the caller: those given to `submit_put` must not change, and those given to `submit_get` must not be
 used, until `poll` or `wait` has named the job. Whoever does not care need not ask: of the finished jobs that nobody has
 asked for the newest are remembered, some ten thousands. Nothing here raises because a store is down, slow, full or damaged: such
-a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row the
-store is left alone for `pause` seconds, so a dead one costs nothing per request. A closed store, and in a process that was
-forked off one that was opened before, raise StoreError: that is a mistake of the caller's, and as a miss it would be computed
-around for ever.
+a key is a miss, the event is logged and counted, and the caller computes instead. After three failures in a row, and after each
+that follows them, the store is left alone for `pause` seconds, so a dead one costs next to nothing per request; one that only
+takes nothing more, as it is full or may only be read, is still read. A closed store, and in a process that was forked off
+one that was opened before, raise StoreError: that is a mistake of the caller's, and as a miss it would be computed around
+for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class Store:
         self._asking = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-asks")  # not behind values on their way
         self._change = threading.Condition()
         self._jobs, self._queued, self._failures, self._answers, self._closed_until = 0, 0, 0, 0, 0.0
+        # The same of each way to change it: a full store takes nothing more, and still may be read and deleted from.
+        self._refusals, self._refused_until = Counter[str](), defaultdict[str, float](float)
         self._open: set[int] = set()
         self._finished: dict[int, Done] = {}  # the oldest first
         self._awaited: Counter[int] = Counter()  # by `wait`, which is to get them whatever becomes of others
@@ -157,7 +160,7 @@ class Store:
             self.backend.put(keys[i], parts[i], ttl)
             return sizes[i]
 
-        return self._submit(keys, put, sum(sizes))
+        return self._submit(keys, put, sum(sizes), "put")
 
     def submit_get(self, keys: Sequence[str], buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> int:
         """Reads values into the caller's buffers, from `offsets` (bytes) on. A buffer that is not filled counts as a
@@ -178,7 +181,7 @@ class Store:
 
         return self._submit(keys, get, 0)
 
-    def _submit(self, keys: Sequence[str], work: Callable[[int], int], size: int) -> int:
+    def _submit(self, keys: Sequence[str], work: Callable[[int], int], size: int, change: str = "") -> int:
         with self._change:
             self._check_open()
             self._jobs += 1
@@ -187,7 +190,7 @@ class Store:
                 why = f"{size} bytes beside {self._queued} waiting"
             else:
                 try:
-                    self._pool.submit(self._run, job, list(keys), work, size, start)
+                    self._pool.submit(self._run, job, list(keys), work, size, start, change)
                     self._open.add(job)
                     self._queued += size
                 except RuntimeError as error:  # no thread can be started
@@ -197,11 +200,11 @@ class Store:
             self._finish(Done(job, (False,) * len(keys), 0, 0.0), 0)
         return job
 
-    def _run(self, job: int, keys: list[str], work: Callable[[int], int], size: int, start: float) -> None:
+    def _run(self, job: int, keys: list[str], work: Callable[[int], int], size: int, start: float, change: str) -> None:
         with self._change:
             if job not in self._open:  # dropped, and yet left in the queue for whichever thread is next
                 return
-        moved = [self._guarded(key, work, i) for i, key in enumerate(keys)]
+        moved = [self._guarded(key, work, i, change) for i, key in enumerate(keys)]
         total = sum(n or 0 for n in moved)
         self._finish(Done(job, tuple(n is not None for n in moved), total, time.monotonic() - start), size)
 
@@ -221,9 +224,9 @@ class Store:
             del self._finished[job]
             self.counts["forgotten"] += 1
 
-    def _guarded(self, key: str, work: Callable[[X], int | None], argument: X) -> int | None:
-        """The result, or None and a note of what went wrong."""
-        if time.monotonic() < self._closed_until:
+    def _guarded(self, key: str, work: Callable[[X], int | None], argument: X, change: str = "") -> int | None:
+        """The result, or None and a note of what went wrong. `change`: what is done, if that is more than to read."""
+        if time.monotonic() < max(self._closed_until, self._refused_until[change]):
             self._note("skipped", key, "the store failed a moment ago")
             return None
         try:
@@ -236,10 +239,11 @@ class Store:
             self._note("incompatible", key, str(error))
         except Exception as error:  # a store must never end a generation, whatever its client library raises
             self._note("failed", key, f"{type(error).__name__}: {error}")
-            self._failed()
+            self._failed(change)
             return None
         else:
             self._answered()
+            self._refusals[change] = 0
             self.counts["miss" if result is None else "ok"] += 1
             return result
         self._answered()
@@ -248,10 +252,15 @@ class Store:
     def _answered(self) -> None:
         self._failures, self._answers = 0, self._answers + 1
 
-    def _failed(self) -> None:
+    def _failed(self, change: str = "") -> None:
+        if change:
+            self._refusals[change] += 1
+            if self._refusals[change] >= FAILURES:
+                self._refused_until[change] = time.monotonic() + self.pause
+            return
         self._failures += 1
         if self._failures >= FAILURES:
-            self._closed_until, self._failures = time.monotonic() + self.pause, 0
+            self._closed_until = time.monotonic() + self.pause
 
     def _note(self, kind: str, key: str, detail: str) -> None:
         self.counts[kind] += 1
@@ -294,12 +303,12 @@ class Store:
             return 0
 
         self._check_open()
-        return [self._guarded(key, pin, key) is not None for key in keys]
+        return [self._guarded(key, pin, key, "pin") is not None for key in keys]
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Whether each was there, and is gone."""
         self._check_open()
-        return [bool(self._guarded(key, self.backend.delete, key)) for key in keys]
+        return [bool(self._guarded(key, self.backend.delete, key, "delete")) for key in keys]
 
     def entries(self) -> list[Entry]:
         """What is stored. Raises StoreError or OSError if the backend cannot say."""

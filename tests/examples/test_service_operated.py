@@ -86,18 +86,33 @@ def test_a_full_disk_keeps_what_was_there(served: Served, monkeypatch: pytest.Mo
     client, library, _ = served
     made = client("/documents", document("kept"))[1]
     before = sorted(path.name for path in library.folder.iterdir())
-    whole = Path.write_bytes
 
-    def full(self: Path, data: bytes) -> int:
-        whole(self, data[: len(data) // 2])
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     status, answer = client("/documents", document("lost"))
     assert status == 507 and "No space left" in answer["error"]
     assert sorted(path.name for path in library.folder.iterdir()) == before
     monkeypatch.undo()
     assert client(f"/documents/{made['id']}/questions", QUESTION)[0] == 200
+
+
+def test_a_text_outlives_a_power_failure_as_what_was_computed_of_it_does(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be kept while it might be in memory alone: then nobody could ask about it, or delete its chunks."""
+    client, library, _ = served
+    sync, synced = os.fsync, set[int]()
+
+    def noted(handle: int) -> None:
+        sync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    status, made = client("/documents", document("outlives"))
+    assert status == 201
+    assert {path.stat().st_ino for path in (library.folder / f"{made['id']}.txt", library.folder)} <= synced
 
 
 def test_a_document_that_the_store_has_no_room_for_is_told_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +126,22 @@ def test_a_document_that_the_store_has_no_room_for_is_told_of(served: Served, mo
     status, made = client("/documents", text)
     assert status == 201 and made["stored"] is False and f"of {chunks} chunks" in made["warning"]
     assert client(f"/documents/{made['id']}/questions", QUESTION)[1]["reused_tokens"] > 0
+
+
+def test_a_document_of_which_no_question_can_begin_is_not_said_to_be_stored() -> None:
+    """All its chunks were there, and not the windows and states that lay beside the last of them."""
+    module, there = service(), ["a", "b"]
+
+    def lookup(keys: list[str], _: float) -> int:
+        return next((n for n, key in enumerate(keys) if key not in there), len(keys))
+
+    store = SimpleNamespace(drain=lambda: None, poll=lambda: [], lookup=lookup)
+    keys = lambda _, beside=False: ["a", "b", *(("beside a", "beside b") if beside else ())]  # noqa: E731
+    library = SimpleNamespace(prefix=SimpleNamespace(store=store, keys=keys, timeout=1.0))
+    told = module.Library.stored(library, None)
+    assert told["stored"] is False and "keeps 2 of 3" in told["warning"]
+    there.append("beside b")
+    assert module.Library.stored(library, None) == {"stored": True}
 
 
 def test_documents_are_counted_and_can_be_deleted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,49 @@ def test_a_store_that_is_down_costs_nothing_and_comes_back() -> None:
     store.close()
 
 
+def test_a_store_that_is_still_down_after_the_pause_is_asked_once() -> None:
+    """Three times, and requests waited most of the time for a store that lets its clients wait."""
+    backend = Faulty()
+    backend.error = TimeoutError("no answer")
+    store = stores.Store(backend, pause=1000)
+    for pauses in range(3):
+        store._closed_until = 0.0
+        assert store.sizes(KEYS[:6]) == [None] * 6
+        assert backend.calls == store.counts["failed"] == FAILURES + pauses
+    backend.error, store._closed_until = None, 0.0
+    assert store.sizes(KEYS[:1]) == [None] and store.counts["miss"] == 1
+    backend.error = TimeoutError("no answer")
+    assert store.sizes(KEYS[:6]) == [None] * 6 and store.counts["failed"] == 2 * FAILURES + 2
+    store.close()
+
+
+@pytest.mark.parametrize("change", ["put", "pin", "delete"])
+def test_a_store_that_takes_nothing_is_still_read(change: str) -> None:
+    """Full, or for reading alone: what it had was computed anew as long as others were to be stored."""
+    store = stores.Store(backend := Faulty(), pause=1000)
+    store.wait(store.submit_put(KEYS[:1], [b"a"]))
+
+    def refused(*_: Any) -> Any:
+        raise PermissionError("403: you may read")
+
+    setattr(backend, change, refused)
+    for _ in range(3):
+        if change == "put":
+            store.wait(store.submit_put(KEYS[1:3], [b"b", b"c"]))
+        else:
+            getattr(store, change)(KEYS[1:3])
+        assert store.lookup(KEYS[:2]) == 1
+    assert store.counts["failed"] == FAILURES and store.counts["skipped"] == 6 - FAILURES
+    done = store.wait(store.submit_put(KEYS[1:2], [b"b"]))
+    assert done is not None and done.ok == (change != "put",)
+    assert store.pin(KEYS[:1]) == [change != "pin"] and store.delete(KEYS[:1]) == [change != "delete"]
+    store._refused_until.clear()
+    delattr(backend, change)
+    done = store.wait(store.submit_put(KEYS[2:3], [b"c"]))
+    assert done is not None and done.ok == (True,) and store.delete(KEYS[2:3]) == [True]
+    store.close()
+
+
 def test_who_asks_for_nothing_does_not_wait_for_those_whom_the_store_keeps_waiting() -> None:
     """A prompt shorter than a chunk has no keys, which to name in an event was an IndexError."""
     backend, go = Faulty(), threading.Event()

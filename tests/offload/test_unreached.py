@@ -179,6 +179,19 @@ def test_a_put_that_breaks_off_leaves_the_life_of_what_was_there(
     store.close()
 
 
+def test_a_shorter_value_leaves_no_parts_of_the_longer_one(server: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No manifest named them any more, so that they took the server's memory for ever."""
+    monkeypatch.setattr(resp, "PART", 10)
+    store = stores.Resp(server.url)
+    for length, ttl in ((45, None), (30, None), (25, 60.0), (0, None)):
+        store.put(KEYS[0], [bytes(length)], ttl)
+        names = {store._name(KEYS[0], part).encode() for part in ("head", *range(-(-length // 10)))}
+        assert server.values.keys() == names and {server.life[name] for name in names} == {ttl and 60_000}
+        into = bytearray(length)
+        assert store.read(KEYS[0], memoryview(into)) == length
+    store.close()
+
+
 def test_what_is_listed_is_json_or_an_error(server: Pretended) -> None:
     stores.Resp(server.url).put(KEYS[0], [VALUE])
     assert len(json.loads(run("ls", "--json", "-s", server.url, status=0))) == 1
