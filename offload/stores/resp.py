@@ -63,9 +63,6 @@ class Resp:
             for number in range(parts, 0 if there is None else count(there.size)):  # of a longer value that was there
                 together.delete(self._name(key, number))
             together.execute()
-        parts, before = (-(-size // PART) for size in (len(whole), 0 if there is None else there.size))
-        if before > parts:  # no manifest names the others any more
-            self._drop(key, parts, before)
 
     def _life(self, key: str, least: int) -> int | None:
         """Milliseconds for the parts of a value while its new manifest is not there: as long as the old one is to live."""
@@ -132,15 +129,11 @@ class Resp:
         except (CorruptBitstream, IncompatibleCache):
             pass  # then those that follow one another
         there = bool(self.client.delete(self._name(key)))
-        self._drop(key, 0, parts)
+        for number in range(0, parts, TOGETHER):
+            self.client.delete(*(self._name(key, part) for part in range(number, min(number + TOGETHER, parts))))
+        while self.client.delete(self._name(key, parts)):
+            parts += 1
         return there
-
-    def _drop(self, key: str, first: int, end: int) -> None:
-        """Deletes the parts from the first to the end, and those that follow one another behind it."""
-        for number in range(first, end, TOGETHER):
-            self.client.delete(*(self._name(key, part) for part in range(number, min(number + TOGETHER, end))))
-        while self.client.delete(self._name(key, end)):
-            end += 1
 
     @reached_each
     def entries(self) -> Iterator[Entry]:

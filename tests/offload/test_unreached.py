@@ -297,14 +297,3 @@ def test_parts_on_a_server_are_read_pinned_and_given_up_together(
             store.read(KEYS[0], memoryview(into))
         assert not server.values.keys() & set(ours)
     store.close()
-
-
-def test_a_longer_value_that_was_there_leaves_no_parts(server: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stayed behind the shorter one, and for ever where that one expired."""
-    monkeypatch.setattr(resp, "PART", 4)
-    store = stores.Resp(server.url)
-    for value, parts in ((b"0123456789ab", 3), (b"01234", 2), (b"", 0), (b"0123456789", 3)):
-        store.put(KEYS[0], [value], 60)
-        assert len(server.values) == 1 + parts
-        store.verify(KEYS[0])
-    store.close()
