@@ -2,7 +2,7 @@
 
 A shape that is wrong by one slot would end in an error of torch somewhere in the engine, a missing axis would be broadcast, and
 a number that is no unit would have a kernel read memory that is not the cache's. The message names the method instead. Nothing
-here waits for a device: that numbers are numbers is looked at on CPUs alone, and of policies that did not come with the package.
+here waits for a device: numbers themselves are looked at on CPUs alone, and of policies that did not come with the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from kvengine.errors import PolicyError
 from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
-from kvengine.policies.representation import Fields, Representation
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.routing import Routing
 from kvengine.policies.selection import Selection
@@ -41,6 +40,15 @@ def shown(x: object) -> str:
 
 def refuse(policy: object, method: str, found: object, expected: str) -> PolicyError:
     return PolicyError(f"{type(policy).__name__}.{method} returned {shown(found)}, expected {expected}")
+
+
+def here(policy: object, method: str, found: Tensor, like: Tensor) -> None:
+    """That it is where that is which the method was given. Raises PolicyError."""
+    if found.device != like.device:
+        raise PolicyError(
+            f"{type(policy).__name__}.{method} returned a tensor on {found.device}, expected one on {like.device}, where what it "
+            "was given is"
+        )
 
 
 def lanes(routing: Routing, found: Any, heads: int) -> list[Group]:
@@ -67,8 +75,10 @@ class Lent:
     """
 
     def __init__(self, retention: Retention, seen: Seen) -> None:
-        self.retention, self.lent = retention, [("seen.position", seen.position, version(seen.position))]
-        self.read = seen.read
+        own = {f"seen.{name}": x for name, x in vars(seen).items() if isinstance(x, Tensor)}
+        own |= {f"seen.notes[{name!r}]": x for name, x in seen.notes.items()}
+        self.retention, self.lent = retention, [(name, x, version(x)) for name, x in own.items()]
+        self.read, self.notes = seen.read, seen.notes
 
     def show(self, seen: Seen) -> Seen:
         """What it is shown. Not kept here: a circle would keep all that was read until garbage is collected."""
@@ -83,7 +93,14 @@ class Lent:
         return found
 
     def check(self, method: str) -> None:
-        """Raises PolicyError if `method` wrote into anything."""
+        """Raises PolicyError if `method` wrote into anything, or noted what could not be kept for each row."""
+        rows = len(self.lent[0][1])
+        for name, x in self.notes.items():
+            if not isinstance(x, Tensor) or x.shape[:1] != (rows,):
+                raise PolicyError(
+                    f"{type(self.retention).__name__}.{method} set seen.notes[{name!r}] to {shown(x)}, expected a tensor of "
+                    f"{rows} rows, [{rows}, ...]: rows go to other places, and notes with them"
+                )
         if written := [name for name, x, before in self.lent if version(x) != before]:
             raise PolicyError(
                 f"{type(self.retention).__name__}.{method} wrote into {written[0]}, which is the cache's: write into a .clone()"
@@ -128,6 +145,7 @@ def score(retention: Retention, seen: Seen) -> Float[Tensor, "row token"]:
     found: Any = retention.score(seen if lent is None else lent.show(seen))
     if not isinstance(found, Tensor) or found.shape != seen.position.shape or not found.is_floating_point():
         raise refuse(retention, "score", found, f"floats {list(seen.position.shape)}, one for each slot")
+    here(retention, "score", found, seen.position)
     if lent is not None:
         lent.check("score")
     return by_slot(found, order)
@@ -157,7 +175,26 @@ def keep(retention: Retention, seen: Seen) -> Bool[Tensor, "row token"] | None:
         raise refuse(retention, "keep", found, f"bool {list(seen.position.shape)}, one for each slot, or None")
     if lent is not None:
         lent.check("keep")
-    return found if found is None else by_slot(found, order)
+    if found is None:
+        return None
+    here(retention, "keep", found, seen.position)
+    return by_slot(found, order)
+
+
+def at(retention: Retention, layer: int, layers: int) -> Retention:
+    """`Retention.at`. Raises PolicyError."""
+    found: Any = retention.at(layer, layers)
+    if not isinstance(found, Retention):
+        raise refuse(retention, "at", found, "a retention: the method as this layer uses it, or self")
+    return found
+
+
+def full(retention: Retention, seen: Seen) -> Int[Tensor, "row"] | None:
+    """`Retention.full`. Raises PolicyError."""
+    found: Any = retention.full(seen)
+    if found is not None and not whole(found, seen.first):
+        raise refuse(retention, "full", found, f"whole numbers {list(seen.first.shape)}, one for each row, or None")
+    return found  # type: ignore[no-any-return]
 
 
 def limit(retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> int | None:
@@ -250,32 +287,27 @@ def exact(
     return found
 
 
-def units(selection: Selection, found: Any, rows: int, most: int) -> Int[Tensor, "row chosen"] | None:
+def units(selection: Selection, found: Any, first: Int[Tensor, "row"], most: int) -> Int[Tensor, "row chosen"] | None:
     """What `Selection.select` returned: units of each row, of which there are `most`. Raises PolicyError."""
     if found is None:
         return None
-    wanted = f"int32 or int64 [{rows}, chosen]: units from 0 to {most - 1}, or -1; or None"
+    wanted = f"int32 or int64 [{len(first)}, chosen]: units from 0 to {most - 1}, or -1; or None"
     right = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.ndim == 2
-    if not right or len(found) != rows:
+    if not right or len(found) != len(first):
         raise refuse(selection, "select", found, wanted)
-    if found.is_cpu and found.numel() and not ours(selection.__class__.__module__) and int(found.max()) >= most:
-        raise PolicyError(f"{type(selection).__name__}.select returned unit {int(found.max())}, expected {wanted}")
+    here(selection, "select", found, first)
+    if found.is_cpu and found.numel() and not ours(selection.__class__.__module__):
+        some = found.sort(1).values
+        for wrong in (int(some[:, -1].max()), int(some[:, 0].min())):
+            if not -1 <= wrong < most:
+                raise PolicyError(f"{type(selection).__name__}.select returned unit {wrong}, expected {wanted}")
+        twice = (some[:, 1:] == some[:, :-1]) & (some[:, 1:] >= 0)
+        if bool(twice.any()):
+            raise PolicyError(
+                f"{type(selection).__name__}.select returned unit {int(some[:, 1:][twice][0])} twice in a row, whose tokens "
+                f"would count twice; expected {wanted}, each once"
+            )
     return found
-
-
-def summary(
-    selection: Selection, k: Float[Tensor, "page token dim"], there: Bool[Tensor, "page unit _"] | None, per: int
-) -> Fields:
-    """`Selection.summarise` of the units of pages, `per` to a page; `there`: None if each of their slots holds a token. Raises
-    PolicyError."""
-    if type(selection).summarise is Selection.summarise:
-        return {}
-    units = k if per == 1 else k.unflatten(1, (per, -1)).flatten(0, 1)
-    valid = None if there is None else there.flatten(0, 1)
-    if valid is None and not ours(type(selection).__module__):  # those of the package know what None means
-        valid = units.new_ones(units.shape[:2], dtype=torch.bool)
-    summarise: Any = selection.summarise
-    return named(selection, "summarise", summarise(units, valid), len(k) * per, "unit")
 
 
 def visible(
@@ -289,39 +321,9 @@ def visible(
             f"{type(prefill).__name__}.visible wrote into position, which is the cache's: write into a .clone()"
         )
     shape = (len(position), len(query), position.shape[1])
-    if found is not None and (not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape):
+    if found is None:
+        return None
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
         raise refuse(prefill, "visible", found, f"bool {list(shape)}, [row, query, token], or None")
-    return found
-
-
-def fields(representation: Representation, k: Tensor, v: Tensor, score: Tensor) -> Fields:
-    """`Representation.encode`. Raises PolicyError, also if `decode` does not lead back from it."""
-    found = named(representation, "encode", representation.encode(k, v, score), len(k), "page")
-    if found and not ours(type(representation).__module__):
-        back = decoded(representation, {name: x[:1] for name, x in found.items()})
-        for was, x in list(zip((k[:1], v[:1]), back, strict=True))[representation.joint :]:
-            if x.shape != was.shape or not x.is_floating_point():
-                wanted = f"floats as `encode` was given them, {shown((k[:1], v[:1]))} for one page"
-                raise refuse(representation, "decode", back, wanted)
-    return found
-
-
-def named(policy: object, method: str, found: Any, count: int, what: str) -> Fields:
-    wanted = f"tensors by name, with {count} {what}s as the first axis of each"
-    if not isinstance(found, dict):
-        raise refuse(policy, method, found, f"a dict of {wanted}")
-    for name, x in found.items():
-        if not isinstance(x, Tensor) or not x.ndim or len(x) != count:
-            raise refuse(policy, f"{method} ({name!r})", x, wanted)
-    return found
-
-
-def decoded(representation: Representation, given: Fields) -> tuple[Tensor, Tensor]:
-    """`Representation.decode`. Raises PolicyError."""
-    found: Any = representation.decode(given)
-    pages = len(next(iter(given.values()), ()))
-    right = isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) and x.ndim == 3 for x in found)
-    if not right or given and {len(x) for x in found} != {pages}:
-        wanted = f"keys [page, token, dim] and values [page, token, dim_v] of {pages} pages"
-        raise refuse(representation, "decode", found, wanted)
+    here(prefill, "visible", found, position)
     return found

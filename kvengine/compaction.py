@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import page_answers
 from kvengine.kernels.compact import compact
 from kvengine.pages import Pages, lay
 from kvengine.pool import Pool
@@ -95,8 +95,8 @@ def merge(pages: Pages, row: Int[np.ndarray, "run"], columns: Int[np.ndarray, "r
     lay(alive.any(2), pages._alive, first, per)
     pages.bounds.changed(per * int(columns[:, 0].min()))
     if pages._summary:
-        k, _ = answers.decoded(pages.representation, pages.whole({name: x[into] for name, x in fields.items()}))
-        for name, x in answers.summary(pages.selection, k, alive, per).items():
+        k, _ = page_answers.decoded(pages.representation, pages.whole({name: x[into] for name, x in fields.items()}))
+        for name, x in page_answers.summary(pages.selection, k, alive, per).items():
             lay(x, pages._summary[name], first, per)
 
 

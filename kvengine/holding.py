@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import answers
 from kvengine.attending import Tally
 from kvengine.beside import Beside
 from kvengine.errors import CacheError
@@ -42,7 +43,7 @@ class Holding:
         are so many first channels of the keys (latents), and are held once where they stay as they are."""
         self.heads = heads  # rows of a sequence
         self.part = part  # of the layer's heads
-        self.stack, self.retention = stack, retention.at(layer, layers)
+        self.stack, self.retention = stack, answers.at(retention, layer, layers)
         self.layer, self.layers, self.number, self.session = layer, layers, number, session
         self.inner = inner
         scored = self.retention.remembers or stack.representation.probes > 0

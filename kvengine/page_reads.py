@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import page_answers
 from kvengine.joint import Joint
 from kvengine.kernels import key_logits
 from kvengine.kernels.state import State
@@ -94,7 +94,7 @@ class Readable(User):
         fields, shape = arriving or self.arriving(columns), (len(self.table), -1)
 
         def finish() -> tuple[Tensor, Tensor]:
-            k, v = answers.decoded(self.representation, self.whole(fields()))
+            k, v = page_answers.decoded(self.representation, self.whole(fields()))
             keys = k.flatten(0, 1).unflatten(0, shape) if self.joint is None else self.joint.keys(self.span(columns))
             return keys, v.flatten(0, 1).unflatten(0, shape)
 
@@ -183,7 +183,7 @@ class Readable(User):
 
         def finish() -> tuple[Tensor, Tensor, Tensor]:
             fields = arriving()
-            k, v = answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
+            k, v = page_answers.decoded(self.representation, self.whole(self.pool.joined(fields) if whole else fields))
             if whole:
                 of = torch.arange(len(piece), device=piece.device) if which is None else which
                 k, v = (x.unflatten(1, (per, unit))[of, piece % per] for x in (k, v))

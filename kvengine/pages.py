@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import answers, policies
+from kvengine import page_answers, policies
 from kvengine.gradients import live, passes
 from kvengine.joint import Joint
 from kvengine.kernels.page_scores.coarse import Coarse
@@ -204,7 +204,7 @@ class Pages(Readable):
             k, v = k.masked_fill(dead[..., None], 0), v.masked_fill(dead[..., None], 0)
             want, there = score.masked_fill(dead, float("-inf")), (~dead).unflatten(1, (per, -1))
         with unrounded(k.device.type):
-            fields = answers.fields(self.representation, k, v, want)
+            fields = page_answers.fields(self.representation, k, v, want, self.pool.forms)
         if self.inner is not None:
             del fields["v"]
         ids = self.pool.put(fields)
@@ -216,7 +216,7 @@ class Pages(Readable):
         lay(True if there is None else there.any(2), self._alive, at, per)
         if self.bounds.done:
             self.bounds.changed(per * (at.start if isinstance(at, slice) else int(at[1].min())))
-        for name, x in answers.summary(self.selection, k, there, per).items():
+        for name, x in page_answers.summary(self.selection, k, there, per, self._summary).items():
             if self.joint is not None and name in self.selection.spare:
                 continue
             if name not in self._summary:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvengine import page_answers
 from kvengine.offload.placement import Flat, Placement, Shelf, Site
 
 
@@ -31,6 +32,7 @@ class Pool:
     def __init__(self, placement: Placement, site: Site | None = None, per: int = 1) -> None:
         self.placement, self.site, self.per = placement, site or Site(), per
         self.shelves: list[Shelf] = []
+        self.forms: page_answers.Forms = {}  # of a page's fields
         self.users: WeakSet[User] = WeakSet()
         self.stamps = np.zeros(1, dtype=np.int64)  # of each page; a new one whenever it is written
         self.pages = self.written = 0
@@ -51,6 +53,7 @@ class Pool:
         """
         some = next(iter(fields.values()))
         count = len(some)
+        self.forms = self.forms or {name: (x.dtype, x.shape[1:]) for name, x in fields.items()}
         if self.per > 1:
             fields = {name: x.unflatten(1, (self.per, -1)).flatten(0, 1) for name, x in fields.items()}
         taken = self.fresh(count, fields)
@@ -80,7 +83,7 @@ class Pool:
     def take(self, count: int, like: dict[str, Tensor]) -> list[int]:
         if not self.shelves:
             self.placement.check(tuple(like))
-            self.shelves = self.placement.open(like, self.site)
+            self.shelves = page_answers.shelves(self.placement, self.placement.open(like, self.site))
         if not self.spares(count):
             self.grow(max(self.pages + count - len(self.free), self.pages + self.pages // 8))
         taken, self.free = self.free[:count], self.free[count:]

@@ -14,6 +14,7 @@ from kvengine.errors import KernelError, PolicyError, UnknownPolicy, Unsupported
 from kvengine.offload.placement import Placement
 from kvengine.offload.placement.device import Device
 from kvengine.policies import catalogue, load, name_of
+from kvengine.policies._budget import TOGETHER, check_budget, check_count, check_share
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.exact import Exact
 from kvengine.policies.representation import Representation
@@ -66,7 +67,10 @@ class Stack:
             raise PolicyError(
                 f"{name_of(self.selection)!r} chooses, but its `reads` says that all is read: return a budget"
             )
+        self.check_numbers()
         r, s = self.retention, self.selection
+        if type(r).shift is not Retention.shift and type(r).needs_rope is Retention.needs_rope:
+            raise PolicyError(f"{name_of(r)!r} turns keys (`shift`), so its `needs_rope` must say that it does")
         self.check_layers(1)
         if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
@@ -116,6 +120,19 @@ class Stack:
     def reads_prompts_exactly(self) -> bool:
         """Whether every head reads a prompt as the model does."""
         return self.prefill.exact and self.routing.exact
+
+    def check_numbers(self) -> None:
+        """Refuse methods whose own numbers are none to count by."""
+        r, form, s = self.retention, self.representation, self.selection
+        check_count(self.prefill, whole=self.prefill.whole)
+        check_count(r, observes=r.observes)
+        check_count(form, least=1, most=TOGETHER, multiple=form.multiple)
+        check_count(form, room=form.room)
+        check_share(form, probes=form.probes)
+        check_count(s, least=1, unit=s.unit)
+        check_count(s, room=s.room)
+        if s.reads is not None:
+            check_budget(s, reads=s.reads)
 
     def check_layers(self, layers: int) -> None:
         """Refuse what does not go together in one of so many layers, in which a retention may differ."""

@@ -118,7 +118,7 @@ def lane_bytes(lane: Lane) -> dict[str, dict[str, int]]:
     if lane.pages is not None:
         own |= {f"pages.{name}": x.nbytes for name, x in lane.pages.tensors().items()}
         stored = {tier: {f"page.{n}": b for n, b in f.items()} for tier, f in lane.pages.pool.nbytes().items()}
-        if beside := sum(x.nbytes for x in lane.pages.beside.values()):
+        if beside := sum(getattr(x, "nbytes", 0) for x in lane.pages.beside.values()):
             stored["host"] = stored.get("host", {}) | {"pages.index": beside}
     else:
         stored = {}
@@ -151,7 +151,7 @@ def lane_reads(lane: Lane, coarse: bool = False) -> int:
         joint = 0 if pages.joint is None else pages.joint.reads(None)
         return size + joint + int(page_bytes(pages, coarse) * int((pages.table >= 0).sum()))
     size += pages.bounds.reads(pages.units, sum(x.numel() * x.element_size() for x in pages.summary.values()))
-    return size + sum(x.reads for x in pages.beside.values()) + chosen_reads(lane, pages, coarse)
+    return size + sum(getattr(x, "reads", 0) for x in pages.beside.values()) + chosen_reads(lane, pages, coarse)
 
 
 def chosen_reads(lane: Lane, pages: Pages, coarse: bool) -> int:

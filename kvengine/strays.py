@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import page_answers
 from kvengine.tail import Tail
 from kvengine.tokens import narrowed, pack, take
 
@@ -125,7 +125,7 @@ def taken_out(tail: Tail, pages: Pages, which: Bool[Tensor, "row column"]) -> tu
     row, column = which.nonzero(as_tuple=True)
     fields = pages.resident(None) or {}
     ids = pages.table[row, column].long()
-    k, v = answers.decoded(pages.representation, pages.whole({name: x[ids] for name, x in fields.items()}))
+    k, v = page_answers.decoded(pages.representation, pages.whole({name: x[ids] for name, x in fields.items()}))
     position, score = (x.unflatten(1, (-1, pages.page))[row, column] for x in (pages.position, pages.score))
     page, slot = (position >= 0).nonzero(as_tuple=True)
     row_of, count = row[page], torch.bincount(row[page], minlength=len(which))

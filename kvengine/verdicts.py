@@ -175,7 +175,7 @@ class Verdicts(Evidence):
 
     def begin_waiting(self, seen: Seen, keep: Bool[Tensor, "row token"] | None) -> None:
         """After a prompt. The verdicts to come have other queries than its own."""
-        most = self.retention.full(seen) if self.waits else None
+        most = answers.full(self.retention, seen) if self.waits else None
         if most is not None:
             rows, group, _, dim = seen.queries.shape
             self.notes["asked"] = seen.queries.new_zeros(rows, group, self.retention.observes, dim)
@@ -207,7 +207,7 @@ class Verdicts(Evidence):
         """Judge the rows that are full."""
         seen = Verdicts.show(self, self.notes["asked"], None, call, prompt=False)
         seen = replace(seen, begin=None)  # of a row without a token in the last turns, queries are from before those
-        most = self.retention.full(seen)
+        most = answers.full(self.retention, seen)
         if most is None:
             return
         held, full = seen.valid, seen.valid.sum(1) >= most

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import Bare, held
 
-from kvengine import answers, page_reads
+from kvengine import page_answers, page_reads
 from kvengine.holding import Holding
 from kvengine.policies.retention.elastic import Elastic
 
@@ -183,7 +183,7 @@ ALONE = [KIVI, f"{KIVI} + disk(host=0)", "quest(budget=16, page=4) + host", "tur
 )
 def test_a_later_prompt_has_pages_decoded_some_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are decoded in float32, which of all pages at once would be twice what a cache in bfloat16 would hold."""
-    most, decoded = 0, answers.decoded
+    most, decoded = 0, page_answers.decoded
 
     def listening(representation: Any, given: Any) -> Any:
         nonlocal most
@@ -194,7 +194,7 @@ def test_a_later_prompt_has_pages_decoded_some_at_a_time(text: str, monkeypatch:
     whole, parts = (Bare(text, rows=2, heads=2, tokens=200) for _ in range(2))
     want = [whole.feed(n) for n in (90, 30, 25, 1)]  # with gradients all are decoded at once
     monkeypatch.setattr(page_reads, "LAID", 64)
-    monkeypatch.setattr(page_reads.answers, "decoded", listening)
+    monkeypatch.setattr(page_reads.page_answers, "decoded", listening)
     with torch.no_grad():
         for n, out in zip((90, 30, 25, 1), want, strict=True):
             most = 0

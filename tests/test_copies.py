@@ -34,7 +34,8 @@ TOUCHING = {
 
 def test_every_method_is_here() -> None:
     named = {word for text in STACKS for word in text.replace("(", " ").split()}
-    assert not set(catalogue()) - named - WHOLE - NOTHING
+    rest = set(catalogue()) - named - WHOLE - NOTHING
+    assert not rest, f"add a stack with {sorted(rest)} to STACKS, or a name to WHOLE or NOTHING"
 
 
 @pytest.mark.sampled(3)

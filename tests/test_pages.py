@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import Bare, held
 
-from kvengine import answers
+from kvengine import page_answers
 from kvengine import pages as pages_of
 from kvengine.errors import PolicyError
 from kvengine.offload.placement.device import Device
@@ -310,13 +310,13 @@ def test_a_prompt_is_coded_some_pages_at_a_time(text: str, padded: bool, monkeyp
     """What is made on the way is in floats, and a million tokens' would be several times what is kept of them."""
     valid = torch.ones(2, 150, dtype=torch.bool)
     valid[1, :70] = not padded
-    given, fields = list[int](), answers.fields
+    given, fields = list[int](), page_answers.fields
 
     def listening(representation: Any, k: Any, *more: Any) -> Any:
         given.append(k.shape[0] * k.shape[1])
         return fields(representation, k, *more)
 
-    monkeypatch.setattr(answers, "fields", listening)
+    monkeypatch.setattr(page_answers, "fields", listening)
     whole, parts = (Bare(text, rows=2, heads=2) for _ in range(2))
     want = [whole.feed(150, valid if padded else None), *(whole.feed(1) for _ in range(20))]
     at_once = max(given)

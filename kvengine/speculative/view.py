@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import attending
+from kvengine import answers, attending
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf.cache import EngineCache
@@ -107,7 +107,7 @@ class LayerView:
             stamps=lambda: np.arange(units // step)[None].repeat(rows, 0),
         )  # fmt: skip
         alive = torch.ones(rows, units, dtype=torch.bool, device=k.device)
-        chosen = choice.select(q, self.summary, alive, where)
+        chosen = answers.units(choice, choice.select(q, self.summary, alive, where), everything, units)
         if chosen is None:
             return everything
         chosen = chosen.sort(1).values
@@ -205,7 +205,7 @@ class LayerView:
     def nbytes(self) -> int:
         """Bytes held beyond the source's."""
         kept = (*self.tail.tensors().values(), *self.summary.values(), *self.beside.values())
-        return sum(x.nbytes for x in kept)
+        return sum(getattr(x, "nbytes", 0) for x in kept)
 
 
 class ViewCache(EngineCache):
