@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -88,6 +91,38 @@ def _moved(x: Any, device: str) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)(_moved(part, device) for part in x)
     return {name: _moved(part, device) for name, part in x.items()} if isinstance(x, dict) else x
+
+
+NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Of mappings: no memory is promised before it is touched, so they may be larger than a machine's."""
+
+
+def sparse(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Zeros, until something is written, in memory that is only had where it is touched; on a GPU anything, in as much as it
+    takes. Skips the test where there is not so much."""
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    try:
+        if device != "cpu":
+            held = torch.empty(0, dtype=dtype, device=device)
+            memory = torch.UntypedStorage(size * dtype.itemsize, device=device)
+            return held.set_(memory, 0, shape, stride)  # type: ignore[call-overload, no-any-return]
+        block = mmap(-1, size * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS | NORESERVE)
+    except (OSError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"no {size * dtype.itemsize >> 30} GB are to be had: {error}")
+    return torch.frombuffer(block, dtype=dtype).as_strided(shape, stride)
+
+
+def far(backend: str, fields: Mapping[str, Tensor], table: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """For Triton where it takes no memory, on a CPU: the same pages, and their ids, at the end of a pool of which 32 bits count
+    no field's numbers but a mask's. As they are for a GPU and for C, of which `test_far_apart.py` asks it."""
+    if backend != "triton" or device_of(backend) != "cpu":
+        return dict(fields), table
+    least = min(x[0].numel() for name, x in fields.items() if name != "mask" and x.numel())
+    first = -(-(1 << 32) // least)
+    held = {name: sparse((first + len(x), *x.shape[1:]), x.stride(), x.dtype) for name, x in fields.items()}
+    for name, x in fields.items():
+        held[name][first:] = x
+    return held, torch.where(table < 0, table, table + first)
 
 
 TRITON: dict[str, float] = {"bfloat16": 1e-2, "float16": 1e-3}

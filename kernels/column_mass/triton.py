@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from kvengine.kernels.gpu import FUSED, cdiv, lined, next_power_of_2, room
+from kvengine.kernels.gpu import FUSED, cdiv, lined, near, next_power_of_2, room
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 from kvengine.kernels.span_attention.triton import compute_type, stretches, whole
@@ -181,7 +181,7 @@ def received(
     softcap: float | None, sinks: Tensor | None, most: bool = False,
 ) -> Float[Tensor, "row group token"]:  # fmt: skip
     """What each token receives from all queries of a head; or the `most` that one of these pays."""
-    q, k = q.contiguous(), lined(k)
+    q, k = q.contiguous(), near(k)
     position = lined(position)
     at, real = at.to(torch.int32).contiguous(), real.to(torch.int32).contiguous()
     if scale < 0:

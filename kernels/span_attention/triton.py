@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvengine.kernels.dispatch import interpreted
-from kvengine.kernels.gpu import FUSED, cdiv, crowds, lined, next_power_of_2, room
+from kvengine.kernels.gpu import FUSED, cdiv, crowds, lined, near, next_power_of_2, room
 from kvengine.kernels.gpu.stream import LOG2E
 from kvengine.kernels.span_attention import Band
 
@@ -139,7 +139,7 @@ def span_attention(
     softcap: float | None, sinks: Tensor | None, block: int,
 ) -> Tensor:  # fmt: skip
     """See `kvengine.kernels.span_attention`."""
-    q, k, v = q.contiguous(), lined(k), lined(v)
+    q, k, v = q.contiguous(), near(k), near(v)
     position = lined(position)
     spans = spans.to(torch.int32).contiguous()
     if scale < 0:

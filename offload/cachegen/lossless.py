@@ -46,6 +46,8 @@ def _coded(symbols: U8, ops: ModuleType) -> bytes:
     if float(-(counts * np.log2(np.maximum(freq, 1) / TOTAL)).sum()) > 7.9 * symbols.size:
         return b""
     state, words = ops.encode(codes, np.zeros(len(codes), dtype=np.uint8), freq[None])
+    if len(words) >> 32:  # more than `words` counts: a session's tensors are not divided into chunks
+        return b""
     used = np.flatnonzero(freq)
     table = b"".join(struct.pack("<BH", code, freq[code] - 1) for code in used)
     lanes = state[: min(LANES, symbols.shape[1])].astype("<u4").tobytes()

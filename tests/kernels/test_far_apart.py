@@ -1,12 +1,17 @@
-"""What lies further apart than 32 bits count, in little memory: pages of it are only had where they are touched."""
+"""What lies further apart than 32 bits count, in little memory: pages of it are only had where they are touched.
+
+Triton's kernels of pages are asked for it by their own tests where it is interpreted (`support_kernels.far`), and here on GPUs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import support_kernels as oracle
 import torch
+from support_kernels import sparse
 from torch import Tensor
 
 from kvengine.kernels import codecs
@@ -17,32 +22,30 @@ from kvengine.kernels.column_mass import column_mass
 from kvengine.kernels.column_mass import fits as mass_fits
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.page_scores import best_units, page_scores
+from kvengine.kernels.page_scores import best_units, log_shares, page_scores
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
+from kvengine.kernels.put_token import put_token
 from kvengine.kernels.quantise import quantise
+from kvengine.kernels.span_attention import causal_spans, span_attention
 from kvengine.kernels.step import Merged, Paid, step
+from kvengine.kernels.verdict import verdict
 from kvengine.policies.representation.quantspec import QuantSpec
 from kvengine.policies.representation.turboquant import TurboQuant
 
 TRITON = pytest.mark.skipif("triton" not in oracle.backends(), reason="Triton does not run here")
 NATIVE = pytest.mark.skipif("native" not in oracle.backends(), reason="no C compiler")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+BOTH = [pytest.param("native", marks=NATIVE), pytest.param("triton", marks=TRITON)]
+ON_GPU = [pytest.param("native", marks=NATIVE), pytest.param("triton", marks=[pytest.mark.gpu, TRITON, GPU])]
 FAR = 9 << 28
 """Numbers: more than 2^31, and more than 2^32 bytes of 16 bits."""
 
 
-def sparse(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros, until something is written."""
-    held = torch.empty(0, dtype=dtype)
-    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    memory = torch.UntypedStorage(size * held.element_size())
-    return held.set_(memory, 0, shape, stride)  # type: ignore[call-overload, no-any-return]
-
-
-def apart(x: Tensor, axis: int) -> Tensor:
-    """The same, with the first and the last along an axis `FAR` apart."""
-    stride = [FAR // (x.shape[axis] - 1) // 64 * 64 + 64 if i == axis else n for i, n in enumerate(x.stride())]
-    return sparse(tuple(x.shape), tuple(stride), x.dtype).copy_(x)
+def apart(x: Tensor, axis: int, far: int = FAR) -> Tensor:
+    """The same, with the first and the last along an axis so far apart."""
+    stride = [far // (x.shape[axis] - 1) // 64 * 64 + 64 if i == axis else n for i, n in enumerate(x.stride())]
+    return sparse(tuple(x.shape), tuple(stride), x.dtype, x.device.type).copy_(x)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -139,38 +142,90 @@ def encoded(layout: str) -> tuple[str, dict[str, Tensor]]:
     return layout[:-1], codecs.encode_kivi(k, v, int(layout[-1]), 32)
 
 
-@NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_c_reads_pages(layout: str, dtype: torch.dtype) -> None:
-    codec, near = encoded(layout)
-    pages = 2 * FAR // max(x[0].nbytes for x in near.values())
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_pages_are_read(backend: str, layout: str, dtype: torch.dtype) -> None:
+    device, (codec, near) = oracle.device_of(backend), encoded(layout)
+    if device == "cpu":  # where it takes no memory: 32 bits count the numbers of no field but a mask
+        pages = (1 << 32) // min(x[0].numel() for name, x in near.items() if name != "mask")
+    else:
+        pages = 2 * FAR // max(x[0].nbytes for x in near.values())
     table, where = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[pages - 1, pages - 3], [pages - 2, 1]])
-    far = {name: sparse((pages, *x.shape[1:]), x.stride(), x.dtype) for name, x in near.items()}
+    near, table, where = {name: x.to(device) for name, x in near.items()}, table.to(device), where.to(device)
+    far = {name: sparse((pages, *x.shape[1:]), x.stride(), x.dtype, device) for name, x in near.items()}
     for name, x in near.items():
         far[name][where.flatten()] = x
-    about: dict[str, Any] = dict(page=32, scale=0.1, codec=codec, dim_v=128, backend="native")
-    q, position = draw(2, 4, 1, 128, seed=3).to(dtype), torch.arange(64).repeat(2, 1)
-    for units in (None, torch.tensor([[1, 3, 5, -1], [0, 7, 2, 6]])):
+    about: dict[str, Any] = dict(page=32, scale=0.1, codec=codec, dim_v=128, backend=backend)
+    q, position = draw(2, 4, 1, 128, seed=3).to(device, dtype), torch.arange(64, device=device).repeat(2, 1)
+    for units in (None, torch.tensor([[1, 3, 5, -1], [0, 7, 2, 6]], device=device)):
         about |= {"units": units, "unit": None if units is None else 8}
         got = paged_attention(q, far, where, position, **about)
         alike(got[:2], paged_attention(q, near, table, position, **about)[:2])
 
 
-@NATIVE
-def test_c_rebuilds_keys_of_many_places() -> None:
-    places, table = FAR // 64, torch.arange(8).view(4, 2)
-    u, basis, v = draw(2, 64, 64), draw(4, 64, 64, seed=1) / 8, draw(8, 16, 32, seed=2)
-    far = sparse((2, places, 64), (places * 64, 64, 1), torch.bfloat16)
+@pytest.mark.parametrize("backend", BOTH)
+def test_keys_of_many_places_are_rebuilt(backend: str) -> None:
+    places, device = FAR // 64, oracle.device_of(backend)
+    u, basis, v = draw(2, 64, 64).to(device), draw(4, 64, 64, seed=1) / 8, draw(8, 16, 32, seed=2)
+    far = sparse((2, places, 64), (places * 64, 64, 1), torch.bfloat16, device)
     far[:, places - 64 :] = u
+    run = oracle.on(backend, lowrank_attention)
     found = [
-        lowrank_attention(
-            draw(4, 2, 1, 64, seed=3), x, v, basis, torch.zeros(32), table, torch.arange(32).repeat(4, 1) + first,
-            page=16, scale=0.2, backend="native",
+        run(
+            draw(4, 2, 1, 64, seed=3), x, v, basis, torch.zeros(32), torch.arange(8).view(4, 2),
+            torch.arange(32).repeat(4, 1) + first, page=16, scale=0.2, backend=backend,
         )[:2]
         for x, first in ((far, places - 64), (u, 0))
     ]  # fmt: skip
     alike(*found)
+
+
+def of_rows(name: str, rows: int, tokens: int) -> tuple[list[Tensor], Callable[..., Any]]:
+    """Tensors [row, token, dim], and what reads them and writes some."""
+    device, given = oracle.device_of("triton"), {"scale": 0.2, "backend": "triton"}
+    held, q = torch.arange(tokens, device=device).repeat(rows, 1).int(), draw(rows, 2, 20, 32).to(device)
+    k, v = (draw(rows, tokens, 32, seed=seed).to(device) for seed in (1, 2))
+    alive, now = torch.ones(rows, tokens, dtype=torch.bool, device=device), held[0, -1:].long()
+    judge = Merged(Paid(now.repeat(rows), now.repeat(rows) * 0), torch.full((rows,), -1.0, device=device), 0.5)
+    mass = draw(rows, 2, tokens, seed=3).to(device).float().abs() + 1
+    mass[:, :, -4], k[:, -3] = 0, k[:, -4]  # the one that goes, and the one most like it
+
+    def put(k: Tensor, v: Tensor) -> list[Tensor]:
+        put_token(q[:, 0, :1], q[:, 1, :1], k, v, None, now, slot=tokens - 1, backend="triton")
+        return [k, v]
+
+    def judged(k: Tensor, v: Tensor) -> list[Tensor]:
+        verdict(judge, held, now, mass=mass, keys=k, values=v, backend="triton")
+        assert bool((held[:, -4] < 0).all())
+        return [held, k, v]
+
+    return {
+        "attention": ([k, v], lambda k, v: attention(q[:, :, :1], k, v, None, **given)[:2]),
+        "spans": ([k, v], lambda k, v: [span_attention(q, k, v, held, causal_spans(20, tokens, k.device), **given)]),
+        "mass": ([k], lambda k: [column_mass(q[:, :1], k, held, held[0, -20:], alive[:, -20:], **given)]),
+        "bounds": ([k, k + 1], lambda *x: [page_scores(q[:, :, 0], *x, alive, backend="triton")]),
+        "shares": ([k], lambda k: [log_shares(q[:, :, 0], k, alive, **given)]),
+        "put": ([k, v], put),
+        "judged": ([k, v], judged),
+    }[name]
+
+
+@TRITON
+@pytest.mark.parametrize(
+    ("name", "axis", "tokens"),
+    [
+        (name, axis, 70)
+        for name in ("attention", "spans", "mass", "bounds", "shares", "put", "judged")
+        for axis in (0, 1)
+    ]
+    + [("spans", 1, 300), ("mass", 1, 300)],  # those of 70 are copied before they read them
+)
+def test_triton_reads_and_writes_rows_and_tokens(name: str, axis: int, tokens: int) -> None:
+    rows, far = (4, FAR) if tokens == 70 else (1, 2 * FAR)
+    given, run = of_rows(name, rows, tokens)
+    got = run(*(apart(x, axis, far) for x in given))
+    alike(got, of_rows(name, rows, tokens)[1](*given))
 
 
 @TRITON

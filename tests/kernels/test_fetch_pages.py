@@ -47,8 +47,8 @@ def test_matches_a_loop(backend: str, kind: str) -> None:
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton does not run here")
 def test_triton_reads_nothing_outside_of_the_field() -> None:
     to = device("triton")
-    field, at = torch.ones(4, 3, 5), torch.tensor([3, -1, 4, 0, 1 << 40], device=to)
-    field = field.pin_memory() if to.type == "cuda" else field
+    pool, at = oracle.far("triton", {"a": torch.ones(4, 3, 5)}, torch.tensor([3, -1, 4, 0, 1 << 40], device=to))
+    field = pool["a"].pin_memory() if to.type == "cuda" else pool["a"]
     got = start({"a": field}, at, to, backend="triton").wait()["a"]
     assert got[:, 0, 0].tolist() == [1, 0, 0, 1, 0] and torch.equal(got, got[:, :1, :1].expand(-1, 3, 5))
 

@@ -39,8 +39,8 @@ def test_matches_the_oracle(backend: str, layout: str, read: str) -> None:
     options |= {"window": 40} if "window" in READS[read] else {}
     q = torch.randn(ROWS, 3, query, dim, generator=torch.Generator().manual_seed(1))
     got = oracle.on(backend, paged_attention)(
-        q, fields, given["table"], given["position"], page=PAGE, scale=0.2, codec=codec, dim_v=dim_v, want_probs=True,
-        backend=backend, **options,
+        q, *oracle.far(backend, fields, given["table"]), given["position"], page=PAGE, scale=0.2, codec=codec, dim_v=dim_v,
+        want_probs=True, backend=backend, **options,
     )  # fmt: skip
     where, at = resolve(given["table"], given["position"], options.get("units"), options.get("unit", PAGE), PAGE)
     seen = visible_to(at, options.get("query_position"), options.get("window"), query)
@@ -80,8 +80,9 @@ def test_units_of_any_size(backend: str, unit: int) -> None:
     units = torch.stack([torch.randperm(TABLE * PAGE // unit)[: 160 // unit - 1] for _ in range(ROWS)])
     units[0, 2] = -1
     q = torch.randn(ROWS, 4, 32)  # three axes: one query
+    stored = oracle.far(backend, fields, given["table"])
     got = oracle.on(backend, paged_attention)(
-        q, fields, given["table"], given["position"], page=PAGE, scale=0.2, units=units, unit=unit, backend=backend
+        q, *stored, given["position"], page=PAGE, scale=0.2, units=units, unit=unit, backend=backend
     )
     where, at = resolve(given["table"], given["position"], units, unit, PAGE)
     want = oracle.attend(q[:, :, None], k.flatten(0, 1)[where], v.flatten(0, 1)[where], (at >= 0)[:, None], 0.2)
@@ -127,10 +128,19 @@ def test_pages_of_whole_blocks(backend: str, unit: int | None) -> None:
     units = None if unit is None else torch.tensor([[3, 0, 5], [1, -1, 2], [0, 1, 2]])
     v.flatten(0, 1)[resolve(table, position, None, 128, 128)[0][0][position[0] < 0]] = math.nan
     q, at = torch.randn(3, 4, 2, 64, generator=rng).bfloat16(), torch.tensor([[290, 300], [10, 200], [3, 4]])
+    stored = oracle.far(backend, {"k": k, "v": v}, table)
     got = oracle.on(backend, paged_attention)(
-        q, {"k": k, "v": v}, table, position, page=128, scale=0.2, units=units, unit=unit, query_position=at, window=200,
+        q,
+        *stored,
+        position,
+        page=128,
+        scale=0.2,
+        units=units,
+        unit=unit,
+        query_position=at,
+        window=200,
         backend=backend,
-    )  # fmt: skip
+    )
     where, seen = resolve(table, position, units, unit or 128, 128)
     want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, v)), visible_to(seen, at, 200, 2), 0.2)
     oracle.close(got, want, oracle.TRITON["bfloat16"])
@@ -196,8 +206,17 @@ def test_dead_latents_may_hold_anything(backend: str, unit: int | None) -> None:
     live[where[at >= 0]] = True
     want = oracle.attend(q, *(x.flatten(0, 1)[where] for x in (k, k[..., :64])), at[:, None] >= 0, 0.1)
     k.flatten(0, 1)[~live] = math.nan
+    held, table = oracle.far(backend, {"k": k}, table)
     got = oracle.on(backend, paged_attention)(
-        q, {"k": k, "v": k[..., :64]}, table, position, page=64, scale=0.1, units=units, unit=unit, backend=backend
+        q,
+        held | {"v": held["k"][..., :64]},
+        table,
+        position,
+        page=64,
+        scale=0.1,
+        units=units,
+        unit=unit,
+        backend=backend,
     )
     oracle.close(got, want, 1e-2)
 

@@ -18,7 +18,8 @@ BACKENDS = [name for name in oracle.backends() if name != "native"]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_places_are_those_of_the_loop(backend: str, rows: int, columns: int, page: int, unit: int, chosen: int) -> None:
     rng, per = torch.Generator().manual_seed(rows + page), page // unit
-    table = torch.randint(0, 99, (rows, columns + 2), generator=rng, dtype=torch.int32)[:, :columns]
+    first = (1 << 31) - 99  # pages have so many units that 32 bits count none
+    table = torch.randint(first, first + 99, (rows, columns + 2), generator=rng, dtype=torch.int32)[:, :columns]
     table[0, -1] = -1
     position = torch.randint(-1, 5000, (rows, columns * page + 3), generator=rng, dtype=torch.int32)[
         :, : columns * page
@@ -32,7 +33,7 @@ def test_places_are_those_of_the_loop(backend: str, rows: int, columns: int, pag
             there = place[r, i * unit : (i + 1) * unit].tolist()
             number = int(piece[r * chosen + i])
             if at < 0:
-                assert there == [-1] * unit and 0 <= number < 99 * per
+                assert there == [-1] * unit and 0 <= number < (first + 99) * per
             else:
                 assert there == position[r, at * unit : (at + 1) * unit].tolist()
                 assert number == max(0, int(table[r, at // per])) * per + at % per

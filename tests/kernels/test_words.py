@@ -234,7 +234,8 @@ def matches(backend: str, name: str, flipped: bool = False) -> None:
         options |= {"query_position": options["query_position"].flip(0)} if "query_position" in options else {}
     taken(q, fields, options, "by width" in name)
     codec = options["codec"]
-    got = oracle.on(backend, paged_attention)(q, fields, table, position, backend=backend, **options)
+    pool = oracle.far(backend, fields, table)
+    got = oracle.on(backend, paged_attention)(q, *pool, position, backend=backend, **options)
     page, units = options["page"], options.get("units")
     where, at = resolve(table, position, units, options.get("unit", page), page)
     visible = visible_to(at, options.get("query_position"), options["window"], q.shape[2])

@@ -111,6 +111,17 @@ def test_means_at_the_end_of_a_byte_and_few_tokens_that_are_alike(using: Backend
     assert torch.equal(back, alike) and len(section) < alike.nbytes / 2
 
 
+def test_a_plane_of_more_words_than_32_bits_count_is_kept_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a session's tensor of nine billion numbers may have."""
+    x, back = torch.randn(2, 40, 16).bfloat16(), torch.empty(2, 40, 16, dtype=torch.bfloat16)
+    coded, many = lossless.encode(x, reference), np.broadcast_to(np.uint16(0), 1 << 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "encode", lambda *given: (np.zeros(16, np.uint32), many))
+        section = lossless.encode(x, reference)
+    lossless.decode(section, back, reference)
+    assert torch.equal(back, x) and len(coded) < len(section) == x.nbytes + 2
+
+
 def test_later_layers_have_coarser_steps_than_earlier_ones() -> None:
     level = Level(keys=2.0, values=4.0)
     assert [level.step(i, 6, 0) for i in range(6)] == [1, 1, 2, 2, 3, 3]
