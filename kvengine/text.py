@@ -18,7 +18,7 @@ from kvengine.policies.retention import Replay
 from kvengine.tokens import pack
 
 Embed = Callable[[Tensor], Tensor]
-MANY = 64  # passes of one token that are put together
+MANY = 64  # passes of one token each that are put together, if all brought ids, or all vectors
 
 
 @dataclass
@@ -107,8 +107,9 @@ class Text:
         small = n == 1 or made_of.ndim == 2
         self.pieces.append(Piece(made_of.detach().clone() if small else made_of.detach(), position.clone(), fresh))
         self.end, self.mask = begin + n, mask
-        if len(self.pieces) > MANY and all(piece.tokens == 1 for piece in self.pieces[-MANY:]):
-            self.pieces[-MANY:] = [joined(self.pieces[-MANY:], None)]
+        last = self.pieces[-MANY:]
+        if len(self.pieces) > MANY and {(x.tokens, x.made_of.ndim) for x in last} == {(1, made_of.ndim)}:
+            self.pieces[-MANY:] = [joined(last, None)]
 
     @property
     def nbytes(self) -> int:

@@ -331,5 +331,14 @@ def test_a_text_forgets_what_is_behind_a_gap_and_joins_what_came_one_by_one() ->
         Text.of(broken)
 
 
+def test_single_tokens_by_vectors_between_those_by_ids_are_one_text() -> None:
+    table, text = torch.randn(300, 3), Text()
+    for i in range(300):
+        ids = torch.tensor([[i]])
+        text.add(i, table[ids] if i in (40, 41) or i > 200 else ids, None, None)
+    assert len(text.pieces) < 140
+    assert torch.equal(joined(text.pieces, lambda ids: table[ids]).made_of[0], table)
+
+
 def test_a_policy_tells_how_it_replays() -> None:
     assert KVzip(chunk=5, carry=2, prompt=(1,)).replay == Replay(5, 2, (1,), (), 4)
