@@ -325,17 +325,59 @@ def test_a_text_forgets_what_is_behind_a_gap_and_joins_what_came_one_by_one() ->
     text.add(180, torch.arange(5)[None], None, None)
     assert [p.tokens for p in text.pieces] == [5]
     assert Text.of(text.state() or {}).pieces[0].made_of.tolist() == [[0, 1, 2, 3, 4]]
+    text.done(torch.tensor([True]))
+    text.add(183, torch.arange(5)[None], None, None)  # behind what was read, of which some was taken back
+    assert [p.position.flatten().tolist() for p in text.pieces] == [[183, 184, 185, 186, 187]] and text.end == 188
     broken = text.state() or {}
     broken["pieces"][0]["position"] = torch.zeros(1, 1, 3)
     with pytest.raises(ValueError):
         Text.of(broken)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1, 1, 0]], ids=str)
+@pytest.mark.parametrize("read", [None, 0, 1])
+def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) -> None:
+    """Rows of other lengths, padded before and between their turns, chosen anew, and one of them read by a replay between."""
+    how, text = Replay(chunk=4, carry=2, prompt=(97, 98), suffix=(99,), sinks=0), Text()
+    mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0, 0, 1], [1] * 10, [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]])
+    ids = torch.arange(10, 40).view(3, 10)
+    told = 2 * mask.cumsum(1).sub(1).clamp(min=0)  # as behind images: further apart than one by one
+    text.add(0, ids[:, :7], told[:, :7], mask[:, :7])
+    rows = [[int(i) for i, real in zip(row[:7], of, strict=False) if real] for row, of in zip(ids, mask, strict=True)]
+    if read is not None:
+        text.done(torch.tensor([row == read for row in range(3)]))
+        rows[read] = []
+    text.add(7, ids[:, 7:], told[:, 7:], mask)
+    rows = [[*row, *ids[i, 7:][mask[i, 7:] > 0].tolist()] for i, row in enumerate(rows)]
+    text.rows(torch.tensor(order))
+    chosen, passes = [rows[i] for i in order], list(text.plan(how, torch.ones(len(order), dtype=torch.bool), lambda x: x))
+    assert len(passes) == max(-(-len(row) // 4) for row in chosen)
+    place = {int(i): int(at) for i, at in zip(ids.flatten(), told.flatten(), strict=True)}
+    for i, fed in enumerate(passes):
+        for j, row in enumerate(chosen):
+            part, before = row[4 * i : 4 * i + 4], row[max(0, 4 * i - 2) : 4 * i]
+            want = [97, 98, *before, 99, *part] if part else []
+            assert fed.made_of[j, fed.again.valid[j]].tolist() == want
+            assert fed.again.valid[j].tolist() == [k < len(want) for k in range(fed.made_of.shape[1])]
+            numbers = fed.again.known[j], fed.again.start[j], fed.again.size[j]
+            assert numbers == (len(row), min(4 * i, len(row)), len(part))
+            after, at = max(map(place.get, row)) + 1, fed.position[0, j].tolist()
+            moved = [after + 2 + place[x] - place[before[0]] for x in before]
+            end = max([after + 1, *moved]) + 1
+            late = [end + 1 + place[x] - place[part[0]] for x in part]
+            assert at == [*([after, after + 1, *moved, end, *late] if part else []), *[0] * (len(at) - len(want))]
+    text.repeat(2)
+    for one, two in zip(passes, text.plan(how, torch.ones(2 * len(order), dtype=torch.bool), lambda x: x), strict=True):
+        assert torch.equal(two.made_of, one.made_of.repeat_interleave(2, 0)) and torch.equal(
+            two.position, one.position.repeat_interleave(2, 1)
+        )
+
+
 def test_single_tokens_by_vectors_between_those_by_ids_are_one_text() -> None:
-    table, text = torch.randn(300, 3), Text()
+    """Each in the same memory."""
+    table, text, one = torch.randn(300, 3), Text(), torch.empty(1, 1, 3)
     for i in range(300):
-        ids = torch.tensor([[i]])
-        text.add(i, table[ids] if i in (40, 41) or i > 200 else ids, None, None)
+        text.add(i, one.copy_(table[i]) if i in (40, 41) or i > 200 else torch.tensor([[i]]), None, None)
     assert len(text.pieces) < 140
     assert torch.equal(joined(text.pieces, lambda ids: table[ids]).made_of[0], table)
 
