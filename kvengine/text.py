@@ -98,7 +98,6 @@ class Text:
             self.end -= last.tokens
             if self.end < begin:
                 self.pieces.append(last.cut(begin - self.end))
-                self.end = begin
         n = made_of.shape[1]
         if position is None:
             position = torch.arange(begin, begin + n, device=made_of.device)

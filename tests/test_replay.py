@@ -334,23 +334,29 @@ def test_a_text_forgets_what_is_behind_a_gap_and_joins_what_came_one_by_one() ->
         Text.of(broken)
 
 
+def never(ids: Tensor) -> Tensor:
+    raise AssertionError("vectors are made of ids, where nothing came as vectors")
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1, 1, 0]], ids=str)
 @pytest.mark.parametrize("read", [None, 0, 1])
 def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) -> None:
-    """Rows of other lengths, padded before and between their turns, chosen anew, and one of them read by a replay between."""
+    """Rows of other lengths, padded before and between their turns, chosen anew, and one of them read by a replay between.
+    What was no token at first stays none, and what was one may be hidden later."""
     how, text = Replay(chunk=4, carry=2, prompt=(97, 98), suffix=(99,), sinks=0), Text()
     mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0, 0, 1], [1] * 10, [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]])
-    ids = torch.arange(10, 40).view(3, 10)
-    told = 2 * mask.cumsum(1).sub(1).clamp(min=0)  # as behind images: further apart than one by one
-    text.add(0, ids[:, :7], told[:, :7], mask[:, :7])
-    rows = [[int(i) for i, real in zip(row[:7], of, strict=False) if real] for row, of in zip(ids, mask, strict=True)]
+    ids, first = torch.arange(10, 40).view(3, 10), mask.clone()
+    first[1, 3] = mask[1, 4] = 0
+    told = (2 * mask.cumsum(1)).masked_fill(mask == 0, 77)  # as behind images: further apart than one by one
+    text.add(0, ids[:, :9], told[:, :9], first[:, :9])
+    rows = [row[of].tolist() for row, of in zip(ids[:, :7], (mask & first)[:, :7] > 0, strict=True)]
     if read is not None:
         text.done(torch.tensor([row == read for row in range(3)]))
         rows[read] = []
-    text.add(7, ids[:, 7:], told[:, 7:], mask)
+    text.add(7, ids[:, 7:], told[:, 7:], mask)  # two were taken back
     rows = [[*row, *ids[i, 7:][mask[i, 7:] > 0].tolist()] for i, row in enumerate(rows)]
     text.rows(torch.tensor(order))
-    chosen, passes = [rows[i] for i in order], list(text.plan(how, torch.ones(len(order), dtype=torch.bool), lambda x: x))
+    chosen, passes = [rows[i] for i in order], list(text.plan(how, torch.ones(len(order), dtype=torch.bool), never))
     assert len(passes) == max(-(-len(row) // 4) for row in chosen)
     place = {int(i): int(at) for i, at in zip(ids.flatten(), told.flatten(), strict=True)}
     for i, fed in enumerate(passes):
@@ -367,7 +373,7 @@ def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) ->
             late = [end + 1 + place[x] - place[part[0]] for x in part]
             assert at == [*([after, after + 1, *moved, end, *late] if part else []), *[0] * (len(at) - len(want))]
     text.repeat(2)
-    for one, two in zip(passes, text.plan(how, torch.ones(2 * len(order), dtype=torch.bool), lambda x: x), strict=True):
+    for one, two in zip(passes, text.plan(how, torch.ones(2 * len(order), dtype=torch.bool), never), strict=True):
         assert torch.equal(two.made_of, one.made_of.repeat_interleave(2, 0)) and torch.equal(
             two.position, one.position.repeat_interleave(2, 1)
         )
@@ -375,11 +381,15 @@ def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) ->
 
 def test_single_tokens_by_vectors_between_those_by_ids_are_one_text() -> None:
     """Each in the same memory."""
-    table, text, one = torch.randn(300, 3), Text(), torch.empty(1, 1, 3)
+    table, text, one, at = torch.randn(300, 3), Text(), torch.empty(1, 1, 3), torch.empty(1, 1, dtype=torch.long)
     for i in range(300):
-        text.add(i, one.copy_(table[i]) if i in (40, 41) or i > 200 else torch.tensor([[i]]), None, None)
+        vector = i in (40, 41) or i > 200
+        text.add(i, one.copy_(table[i]) if vector else torch.tensor([[i]]), at.fill_(2 * i), None)
     assert len(text.pieces) < 140
-    assert torch.equal(joined(text.pieces, lambda ids: table[ids]).made_of[0], table)
+    how = Replay(chunk=300, carry=0, prompt=(5,), suffix=(6, 7), sinks=0)
+    (fed,) = text.plan(how, torch.tensor([True]), lambda ids: table[ids])
+    assert torch.equal(fed.made_of[0], table[[5, 6, 7, *range(300)]])
+    assert fed.position.flatten().tolist() == [599, 600, 601, *range(602, 1202, 2)]
 
 
 def test_a_policy_tells_how_it_replays() -> None:
