@@ -373,9 +373,9 @@ def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) ->
             late = [end + 1 + place[x] - place[part[0]] for x in part]
             assert at == [*([after, after + 1, *moved, end, *late] if part else []), *[0] * (len(at) - len(want))]
     text.repeat(2)
-    for one, two in zip(passes, text.plan(how, torch.ones(2 * len(order), dtype=torch.bool), never), strict=True):
-        assert torch.equal(two.made_of, one.made_of.repeat_interleave(2, 0)) and torch.equal(
-            two.position, one.position.repeat_interleave(2, 1)
+    for each, two in zip(passes, text.plan(how, torch.ones(2 * len(order), dtype=torch.bool), never), strict=True):
+        assert torch.equal(two.made_of, each.made_of.repeat_interleave(2, 0)) and torch.equal(
+            two.position, each.position.repeat_interleave(2, 1)
         )
 
 

@@ -161,6 +161,4 @@ def test_rows_shorter_than_a_tail_are_as_alone(text: str) -> None:
         alone = Bare(text)
         alone.q, alone.k, alone.v = (x[row : row + 1, :, padding:] for x in (both.q, both.k, both.v))
         want = [alone.feed(9 - padding), *(alone.feed(1) for _ in range(40))]
-        torch.testing.assert_close(
-            torch.cat(found, 1)[row, padding:], torch.cat(want, 1)[0], rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(torch.cat(found, 1)[row, padding:], torch.cat(want, 1)[0], rtol=1e-4, atol=1e-5)
