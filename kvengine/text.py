@@ -106,9 +106,9 @@ class Text:
         small = n == 1 or made_of.ndim == 2
         self.pieces.append(Piece(made_of.detach().clone() if small else made_of.detach(), position.clone(), fresh))
         self.end, self.mask = begin + n, mask
-        last = self.pieces[-MANY:]
-        if len(self.pieces) > MANY and {(x.tokens, x.made_of.ndim) for x in last} == {(1, made_of.ndim)}:
-            self.pieces[-MANY:] = [joined(last, None)]
+        newest = self.pieces[-MANY:]
+        if len(self.pieces) > MANY and {(x.tokens, x.made_of.ndim) for x in newest} == {(1, made_of.ndim)}:
+            self.pieces[-MANY:] = [joined(newest, None)]
 
     @property
     def nbytes(self) -> int:
