@@ -353,7 +353,7 @@ class Prefix:
         check(ids)
         check_precision(self.model)
         end = ids.shape[1] // self.chunk * self.chunk
-        if (total := cache.session.prompt_end or 0) > end:  # so that parts end where they do without a store
+        if (total := cache.session.prompt_end or 0) >= end:  # so that parts end where they do without a store
             end = min(end, parts.first(self.part, cache, total) // self.chunk * self.chunk)
         if parts.parted(self.part, cache, end):
             raise CacheError(

@@ -18,7 +18,7 @@ from kvengine.policies.retention import Replay
 from kvengine.tokens import pack
 
 Embed = Callable[[Tensor], Tensor]
-MANY = 64  # passes of one token that are put together
+MANY = 64  # passes of one token each that are put together, if all brought ids, or all vectors
 
 
 @dataclass
@@ -98,7 +98,6 @@ class Text:
             self.end -= last.tokens
             if self.end < begin:
                 self.pieces.append(last.cut(begin - self.end))
-                self.end = begin
         n = made_of.shape[1]
         if position is None:
             position = torch.arange(begin, begin + n, device=made_of.device)
@@ -107,8 +106,9 @@ class Text:
         small = n == 1 or made_of.ndim == 2
         self.pieces.append(Piece(made_of.detach().clone() if small else made_of.detach(), position.clone(), fresh))
         self.end, self.mask = begin + n, mask
-        if len(self.pieces) > MANY and all(piece.tokens == 1 for piece in self.pieces[-MANY:]):
-            self.pieces[-MANY:] = [joined(self.pieces[-MANY:], None)]
+        newest = self.pieces[-MANY:]
+        if len(self.pieces) > MANY and {(x.tokens, x.made_of.ndim) for x in newest} == {(1, made_of.ndim)}:
+            self.pieces[-MANY:] = [joined(newest, None)]
 
     @property
     def nbytes(self) -> int:
@@ -167,15 +167,13 @@ class Text:
         source, extra = whole.made_of, (how.prompt, how.suffix)
         for ids in extra:
             given = torch.tensor(ids, dtype=torch.long, device=device).expand(rows, -1)
-            source = (
-                torch.cat([source, given.to(source.dtype) if source.ndim == 2 else embed(given)], 1) if ids else source
-            )
-        place = whole.position.expand(-1, rows, -1)
+            source = torch.cat([source, given if source.ndim == 2 else embed(given)], 1) if ids else source
+        place = whole.position
         groups = [place] if len(place) != 4 else [place[:1], place[1:]]  # the first of four axes counts tokens
         for i in range(-(-int(known.max()) // how.chunk)):
-            start = (known.clamp(max=i * how.chunk)).long()
+            start = known.clamp(max=i * how.chunk)
             count = (known - start).clamp(max=how.chunk)
-            carry = torch.where(count > 0, min(how.carry, i * how.chunk), 0)
+            carry = min(how.carry, i * how.chunk)
             valid, which = layout(how, slot, known, start, count, carry, whole.tokens)
             wide = which[..., None].expand(-1, -1, source.shape[-1]) if source.ndim == 3 else which
             position = torch.cat([places(how, axes, unread, valid, which, carry) for axes in groups])
@@ -206,7 +204,7 @@ def layout(
     known: Int[Tensor, "seq"],
     start: Int[Tensor, "seq"],
     count: Int[Tensor, "seq"],
-    carry: Int[Tensor, "seq"],
+    carry: int,
     tokens: int,
 ) -> tuple[Bool[Tensor, "seq fed"], Int[Tensor, "seq fed"]]:
     """Of each place of a pass whether something stands there, and what, as a column of [text | prompt | suffix].
@@ -216,7 +214,7 @@ def layout(
     p, s = len(how.prompt), len(how.suffix)
     width = torch.where(count > 0, p + carry + s + count, 0)
     at = torch.arange(int(width.max()), device=slot.device).expand(len(width), -1)
-    behind = at - p - carry[:, None]  # the suffix begins at 0
+    behind = at - p - carry  # the suffix begins at 0
     number = start[:, None] + torch.where(behind < 0, behind, behind - s)
     which = slot.gather(1, (slot.shape[1] - known[:, None] + number).clamp(0, slot.shape[1] - 1)).clamp(min=0)
     which = torch.where(at < p, tokens + at, which)
@@ -231,7 +229,7 @@ def places(
     unread: Bool[Tensor, "seq token"],
     valid: Bool[Tensor, "seq fed"],
     which: Int[Tensor, "seq fed"],
-    carry: Int[Tensor, "seq"],
+    carry: int,
 ) -> Int[Tensor, "axis seq fed"]:
     """The positions of what is fed: they go on behind the text, and what is repeated has the distances it had there.
 
@@ -240,7 +238,7 @@ def places(
     p, s = len(how.prompt), len(how.suffix)
     at = torch.arange(which.shape[1], device=which.device).expand_as(which)
     after = place.masked_fill(~unread, -1).amax((0, 2))[:, None] + 1
-    behind = at - p - carry[:, None]
+    behind = at - p - carry
     own = place.gather(2, which.clamp(max=place.shape[2] - 1).expand(len(place), -1, -1))
 
     def moved(part: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,6 +119,10 @@ def test_of_a_prompt_that_is_read_in_parts_the_first_alone_is_reused(model: Any,
             assert text(model, asked, warm) == text(model, asked, kvengine.EngineCache(model))
         with pytest.raises(CacheError, match="judge_every=40 .* 96 tokens were to be read"):
             reuse.compute(ids, kvengine.EngineCache(model))
+        for total, seen in ((80, 32), (99, 16)):  # also of a prompt of whole chunks
+            asked = prompt(total, total)
+            warm = reuse.fetch(asked)
+            assert reuse.compute(asked, warm) == seen // 16 and warm.seen == seen and warm.session.prompt_end == total
         assert reuse.fetch(ids, "full").seen == 96 and reuse.compute(prompt(40, 1), kvengine.EngineCache(model)) == 2
     reuse.store.close()
 
@@ -429,7 +433,8 @@ def test_a_store_that_is_down_or_slow_means_computing(model: Any, tmp_path: Path
 def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)
-    for judging in ("h2o(budget=24)", "zipcache(block=16)"):  # by the attention of all queries, or of some anywhere
+    # By the attention of all queries, or of some anywhere; or later layers' keys follow from what was skipped.
+    for judging in ("h2o(budget=24)", "zipcache(block=16)", "ashape(sinks=2, local=8)"):
         assert reuse.fetch(ids, judging).seen == 0
     assert reuse.fetch(ids.expand(2, -1)).seen == 0  # chunks are of one sequence
     cache = kvengine.EngineCache(model, "snapkv(budget=24, window=6)")
@@ -543,8 +548,7 @@ def test_queries_that_a_policy_judges_by_are_computed(model: Any, tmp_path: Path
     warm = reuse.fetch(ids, stack)
     assert warm.seen == (64 if "window" in stack else 0)
     outs = []
-    for cache in (warm, kvengine.EngineCache(model, stack)):
-        cache.announce(100)
+    for cache in (warm, kvengine.EngineCache(model, stack)):  # `fetch` has announced the prompt
         with torch.inference_mode():
             model(input_ids=ids[:, cache.seen :], cache=cache)
             outs.append(model(input_ids=ids[:, :1], cache=cache).logits)
@@ -628,6 +632,7 @@ def test_where_rotations_follow_the_length_chunks_are_of_texts_as_long(kind: str
     ids = prompt(100)
     known = [hits(ids[:, :length]) for length in (90, 50, 60, 95, 100)]
     assert known == ([0, 0, 48, 80, 80] if kind == "longrope" else [0, 0, 48, 0, 0])
+    assert len(reuse.keys(ids)) == (6 if kind == "longrope" else 0)
     cache = reuse.fetch(ids[:, :60])
     text(model, ids[:, :60], cache)
     with pytest.raises(CacheError, match="60 tokens and was continued to 79, and from 6[45] on"):

@@ -325,10 +325,73 @@ def test_a_text_forgets_what_is_behind_a_gap_and_joins_what_came_one_by_one() ->
     text.add(180, torch.arange(5)[None], None, None)
     assert [p.tokens for p in text.pieces] == [5]
     assert Text.of(text.state() or {}).pieces[0].made_of.tolist() == [[0, 1, 2, 3, 4]]
+    text.done(torch.tensor([True]))
+    text.add(183, torch.arange(5)[None], None, None)  # behind what was read, of which some was taken back
+    assert [p.position.flatten().tolist() for p in text.pieces] == [[183, 184, 185, 186, 187]] and text.end == 188
     broken = text.state() or {}
     broken["pieces"][0]["position"] = torch.zeros(1, 1, 3)
     with pytest.raises(ValueError):
         Text.of(broken)
+
+
+def never(ids: Tensor) -> Tensor:
+    raise AssertionError("vectors are made of ids, where nothing came as vectors")
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1, 1, 0]], ids=str)
+@pytest.mark.parametrize("read", [None, 0, 1])
+def test_a_batch_is_fed_as_its_rows_alone(order: list[int], read: int | None) -> None:
+    """Rows of other lengths, padded before and between their turns, chosen anew, and one of them read by a replay between.
+    What was no token at first stays none, and what was one may be hidden later."""
+    how, text = Replay(chunk=4, carry=2, prompt=(97, 98), suffix=(99,), sinks=0), Text()
+    mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0, 0, 1], [1] * 10, [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]])
+    ids, first = torch.arange(10, 40).view(3, 10), mask.clone()
+    first[1, 3] = mask[1, 4] = 0
+    told = (2 * mask.cumsum(1)).masked_fill(mask == 0, 77)  # as behind images: further apart than one by one
+    text.add(0, ids[:, :9], told[:, :9], first[:, :9])
+    rows = [row[of].tolist() for row, of in zip(ids[:, :7], (mask & first)[:, :7] > 0, strict=True)]
+    if read is not None:
+        text.done(torch.tensor([row == read for row in range(3)]))
+        rows[read] = []
+    text.add(7, ids[:, 7:], told[:, 7:], mask[:, :9])  # two were taken back; a mask may end before the tokens
+    rows = [[*row, *ids[i, 7:][mask[i, 7:] > 0].tolist()] for i, row in enumerate(rows)]
+    text.rows(torch.tensor(order))
+    due = torch.tensor([*[True] * (len(order) - 1), read != 0])
+    chosen = [rows[i] if asked else [] for i, asked in zip(order, due, strict=True)]
+    passes = list(text.plan(how, due, never))
+    assert len(passes) == max(-(-len(row) // 4) for row in chosen)
+    place = {int(i): int(at) for i, at in zip(ids.flatten(), told.flatten(), strict=True)}
+    for i, fed in enumerate(passes):
+        for j, row in enumerate(chosen):
+            part, before = row[4 * i : 4 * i + 4], row[max(0, 4 * i - 2) : 4 * i]
+            want = [97, 98, *before, 99, *part] if part else []
+            assert fed.made_of[j, fed.again.valid[j]].tolist() == want
+            assert fed.again.valid[j].tolist() == [k < len(want) for k in range(fed.made_of.shape[1])]
+            numbers = fed.again.known[j], fed.again.start[j], fed.again.size[j]
+            assert numbers == (len(row), min(4 * i, len(row)), len(part))
+            after, at = max((place[x] for x in row), default=0) + 1, fed.position[0, j].tolist()
+            moved = [after + 2 + place[x] - place[before[0]] for x in before]
+            end = max([after + 1, *moved]) + 1
+            late = [end + 1 + place[x] - place[part[0]] for x in part]
+            assert at == [*([after, after + 1, *moved, end, *late] if part else []), *[0] * (len(at) - len(want))]
+    text.repeat(2)
+    for each, two in zip(passes, text.plan(how, due.repeat_interleave(2), never), strict=True):
+        assert torch.equal(two.made_of, each.made_of.repeat_interleave(2, 0)) and torch.equal(
+            two.position, each.position.repeat_interleave(2, 1)
+        )
+
+
+def test_single_tokens_by_vectors_between_those_by_ids_are_one_text() -> None:
+    """Each in the same memory."""
+    table, text, one, at = torch.randn(300, 3), Text(), torch.empty(1, 1, 3), torch.empty(1, 1, dtype=torch.long)
+    for i in range(300):
+        vector = i in (40, 41) or i > 200
+        text.add(i, one.copy_(table[i]) if vector else torch.tensor([[i]]), at.fill_(2 * i), None)
+    assert len(text.pieces) < 140
+    how = Replay(chunk=300, carry=0, prompt=(5,), suffix=(6, 7), sinks=0)
+    (fed,) = text.plan(how, torch.tensor([True]), lambda ids: table[ids])
+    assert torch.equal(fed.made_of[0], table[[5, 6, 7, *range(300)]])
+    assert fed.position.flatten().tolist() == [599, 600, 601, *range(602, 1202, 2)]
 
 
 def test_a_policy_tells_how_it_replays() -> None:

@@ -129,3 +129,36 @@ def test_half_of_what_came_together_with_padding_is_taken_back(text: str) -> Non
         assert torch.equal(mine, other), name
     torch.testing.assert_close(whole.feed(1), part.feed(1), rtol=1e-4, atol=1e-5)
     assert held(whole.cache) == held(part.cache)
+
+
+PAGED = ["quest(budget=24, page=4)", "kivi(bits=4, group=8, residual=8)"]
+
+
+@pytest.mark.parametrize("text", PAGED)
+def test_what_was_sealed_of_rows_of_different_lengths_is_taken_back(text: str) -> None:
+    """A row seals some of its tail while another does not, and what is remembered of the tail has the tokens still."""
+    valid = torch.ones(2, 30, dtype=torch.bool)
+    valid[1, :3] = False
+    whole, part = (Bare(text, rows=2) for _ in range(2))
+    for fed in (whole, part):
+        fed.feed(30, valid)
+        fed.cache.session.following = fed.cache.session.recording = True
+    for _ in range(9):
+        whole.feed(1)
+    whole.back(9)
+    assert held(whole.cache) == held(part.cache)
+    for _ in range(12):
+        torch.testing.assert_close(whole.feed(1), part.feed(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", PAGED)
+def test_rows_shorter_than_a_tail_are_as_alone(text: str) -> None:
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, :4] = False
+    both = Bare(text, rows=2)
+    found = [both.feed(9, valid), *(both.feed(1) for _ in range(40))]
+    for row, padding in ((0, 0), (1, 4)):
+        alone = Bare(text)
+        alone.q, alone.k, alone.v = (x[row : row + 1, :, padding:] for x in (both.q, both.k, both.v))
+        want = [alone.feed(9 - padding), *(alone.feed(1) for _ in range(40))]
+        torch.testing.assert_close(torch.cat(found, 1)[row, padding:], torch.cat(want, 1)[0], rtol=1e-4, atol=1e-5)

@@ -95,6 +95,15 @@ def test_an_empty_session_is_one(name: str, tmp_path: Path) -> None:
         assert torch.equal(found, model(ids, cache=kvengine.EngineCache(model)).logits)
 
 
+def test_a_text_shorter_than_a_window_is_one(tmp_path: Path) -> None:
+    model, ids = built("mistral_window"), configs.padded_batch()["input_ids"]
+    cache = begun(model, ids[:, :3])
+    saved.save(cache, tmp_path / "s.kv", model)
+    back = saved.load(model, tmp_path / "s.kv")
+    with torch.no_grad():
+        assert torch.equal(model(ids[:, 3:], cache=back).logits, model(ids[:, 3:], cache=cache).logits)
+
+
 def test_what_was_recorded_goes_with_it(tmp_path: Path) -> None:
     """Of a convolution, the columns that may yet be gone back to."""
     model = built("lfm2")

@@ -14,7 +14,7 @@ from support import llama, prompts
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CorruptBitstream, KVEngineError
+from kvengine.errors import CorruptBitstream, IncompatibleCache, KVEngineError
 from kvengine.offload.cachegen import lossless
 from kvengine.offload.cachegen.coder import backend
 from kvengine.offload.container import pack, read_file
@@ -68,6 +68,8 @@ def changed(header: dict[str, Any], place: tuple[Any, ...], to: Any) -> dict[str
     (("layers", 0, "own", "dict", "sequences"), 1 << 28, "other rows than"),
     (("session", "prompt_end"), {}, "prompt_end is a dict"),
     (("session", "dense"), 1, "not yes or no"),
+    (("shift",), 3, "where its rows go on"),
+    (("shift",), {"tensor": 0}, "where its rows go on"),
     (("tensors", 4, 2), -1, "lacks or garbles"),
     (("tensors", 4, 2), 1 << 60, "s"),
 ])  # fmt: skip
@@ -77,6 +79,16 @@ def test_counts_that_cannot_be_are_refused(
     model, header, sections = session
     (tmp_path / "s.kv").write_bytes(pack(changed(header, place, to), sections))
     with pytest.raises(CorruptBitstream, match=says):
+        saved.load(model, tmp_path / "s.kv")
+
+
+@pytest.mark.parametrize(("name", "to"), [("format", 2), ("kind", "beside")])
+def test_what_is_no_session_of_this_format_is_refused(
+    session: tuple[Any, dict[str, Any], list[bytes]], name: str, to: Any, tmp_path: Path
+) -> None:
+    model, header, sections = session
+    (tmp_path / "s.kv").write_bytes(pack({**header, name: to}, sections))
+    with pytest.raises(IncompatibleCache, match=f"holds .*{to}.*, not a session of format 1"):
         saved.load(model, tmp_path / "s.kv")
 
 

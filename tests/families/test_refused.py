@@ -156,6 +156,20 @@ ENCODERS = {
 }
 
 
+@pytest.mark.parametrize("able", [(), ("LlamaModel",)], ids=["none", "the part that attends"])
+def test_who_cannot_switch_its_attention_is_refused(able: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the part that has the layers can."""
+    model = build("llama")
+    can = classmethod(lambda kind: kind.__name__ in able)
+    monkeypatch.setattr(transformers.PreTrainedModel, "_can_set_attn_implementation", can)
+    if able:
+        kvengine.unpatch(kvengine.patch(model))
+    else:
+        with pytest.raises(ModelError, match="LlamaForCausalLM cannot switch its attention implementation"):
+            kvengine.patch(model)
+        assert not hasattr(model, STATE)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_are_refused(name: str) -> None:

@@ -224,13 +224,15 @@ def test_what_is_read_in_chunks_is_rotated_as_in_one(kind: type, policy: str) ->
     """The first chunk would be short, and the text is not; nor is that of a second turn."""
     model = kvengine.patch(build(kind), policy)
     assert torch.equal(said(model, text(60), prefill_chunk_size=7), said(model, text(60)))
-    out = []
-    for size in (None, 7):
-        cache = kvengine.EngineCache(model)
-        model.generate(text(20), max_new_tokens=4, do_sample=False, cache=cache, prefill_chunk_size=size)
-        out.append(said(model, text(60), cache=cache, prefill_chunk_size=size))
-        assert cache.seen == 75
-    assert torch.equal(*out)
+    for first in (20, SHORT - 3):  # which ends where the first rotation does
+        out = []
+        for size in (None, 7):
+            cache = kvengine.EngineCache(model)
+            model.generate(text(first), max_new_tokens=4, do_sample=False, cache=cache, prefill_chunk_size=size)
+            assert cache.seen == first + 3
+            out.append(said(model, text(60), cache=cache, prefill_chunk_size=size))
+            assert cache.seen == 75
+        assert torch.equal(*out)
 
 
 def test_nothing_is_drafted_where_each_length_has_a_rotation() -> None:

@@ -138,6 +138,20 @@ def test_it_goes_with_pages_of_any_kind() -> None:
         Stack.parse("d2o + kivi")  # which merges at every step
 
 
+def test_a_later_prompt_merges_what_codes_hold_too() -> None:
+    """As without codes, but for what 8 bits lose: a token that goes is taken in by the one beside it that stays."""
+    case = Case(length=40, steps=30)
+    plain, coded = (case.prompt(f"elastic(budget=30){more}") for more in ("", " + kivi(bits=8, group=8, residual=8)"))
+    for layer in (plain, coded):
+        case.feed(layer, 40, 70)
+    assert coded.parts[0].lane.pages is not None
+    for row in range(case.rows):
+        want, found = held(plain, row), held(coded, row)
+        assert sorted(found) == sorted(want)
+        for p in want:
+            torch.testing.assert_close(found[p], want[p], rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("other", ["turboquant(residual=8)", "kivi(group=8, residual=8) + duo(sinks=2, recent=10)"])
 def test_a_later_turn_of_a_model_in_half_precision_is_held_as_the_first(other: str, dtype: torch.dtype) -> None:
