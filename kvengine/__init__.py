@@ -9,6 +9,7 @@
     what it holds  tail.py (of latents: nested.py), the newest tokens, exact; pages.py, what is sealed, in pool.py; compaction.py,
                    strays.py close holes
     reading it     attending.py: what lies side by side; page_reads.py and beside.py: pages; reach.py says what was read
+    its methods    answers.py and page_answers.py look at what a policy's methods return
     recorded       fixed.py and fixed_lane.py hold a cache still, so that a step can be replayed
     afterwards     stats.py counts, saved.py keeps sessions (saved_state.py writes them down), prefix.py prompts' beginnings,
                    recover.py survives lost pages
