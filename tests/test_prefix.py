@@ -168,7 +168,7 @@ def test_chunks_are_rotated_as_generate_says(made: Any, tmp_path: Path) -> None:
 
 def test_keys_that_autocast_has_made_are_not_stored(tmp_path: Path) -> None:
     """A run without it would find them under the same name, and go on from other keys than its own."""
-    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2))
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2)).eval()
     reuse = [Prefix(kvengine.patch(x), stores.Store(stores.Files(tmp_path)), chunk=16) for x in (gpt, llama())]
     for one in reuse:  # Llama's keys stay wide, as they are turned by numbers that are
         cache = kvengine.EngineCache(one.model)

@@ -160,8 +160,8 @@ def check_models(target: Any, draft: Any, tokenizers: tuple[Any, Any] | None, wi
     for model in (target, draft) if trees else ():
         if isinstance(model, PreTrainedModel) and beyond_tokens(model.config.get_text_config(decoder=True)):
             raise ModelError(
-                f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window, states or an "
-                "index of its own, which know no branches. Use draft='lookup', or a draft model without widths"
+                f"{trees[0]} drafts trees, but {type(model).__name__} has layers with a sliding window or states, "
+                "or an index of its own, which know no branches. Use draft='lookup', or a draft model without widths"
             )
         if isinstance(model, PreTrainedModel) and not knows_places(model):
             raise ModelError(
