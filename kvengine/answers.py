@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvengine.errors import PolicyError
 from kvengine.policies import ours
-from kvengine.policies.prefill import Prefill
+from kvengine.policies.prefill import Choice, Prefill
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.routing import Routing
 from kvengine.policies.selection import Selection
@@ -327,3 +327,39 @@ def visible(
         raise refuse(prefill, "visible", found, f"bool {list(shape)}, [row, query, token], or None")
     here(prefill, "visible", found, position)
     return found
+
+
+def choice(prefill: Prefill, found: Any, q: Tensor, some: int, tokens: int) -> Choice:
+    """What `Prefill.choose` said of the last of so many tokens, of whose queries the first `some` read as it says. Raises
+    PolicyError: spans beside the tokens would have a kernel read memory that is not theirs."""
+    if ours(type(prefill).__module__):
+        return found  # type: ignore[no-any-return]
+    rows, group, queries, _ = q.shape
+    name = f"{type(prefill).__name__}.choose returned"
+    if not isinstance(found, tuple) or len(found) != 3 or type(found[1]) is not int or found[1] < 1:
+        given = f", a block of {found[1]!r}" if isinstance(found, tuple) and len(found) == 3 else ""
+        raise PolicyError(
+            f"{name} {shown(found)}{given}, expected a Choice(spans, block, columns), with one query or more to a block"
+        )
+    spans, block, columns = found
+    blocks, wide = -(-((tokens - queries) % block + some) // block), tokens
+    for x in (spans,) if columns is None else (spans, columns):
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.device != q.device:
+            raise PolicyError(f"{name} {shown(x)}, expected spans and columns of int32 or int64 on {q.device}")
+    if columns is not None:
+        wide += columns.shape[-1]
+        outside = columns.is_cpu and bool(((columns < 0) | (columns >= tokens)).any())
+        if columns.ndim != 2 or len(columns) != rows or outside:
+            raise PolicyError(
+                f"{name} columns {list(columns.shape)}, expected [{rows}, column] of tokens 0 to {tokens - 1}"
+            )
+    wanted = f"[1, {rows} or {rows * group}, {blocks} or more, span, 2]: [start, end) of tokens 0 to {wide}, none in two spans"
+    if spans.ndim != 4 or len(spans) not in (1, rows, rows * group) or spans.shape[1] < blocks or spans.shape[3] != 2:
+        raise PolicyError(f"{name} spans {list(spans.shape)}, expected {wanted}")
+    if spans.is_cpu:
+        start, end = spans.clamp(max=wide).masked_fill((spans[..., :1] >= spans[..., 1:]), wide).unbind(-1)
+        order = start.argsort(-1)
+        start, end = start.gather(-1, order), end.gather(-1, order)
+        if bool((start < 0).any()) or bool((end[..., :-1] > start[..., 1:]).any()):
+            raise PolicyError(f"{name} spans that begin before 0 or overlap, expected {wanted}")
+    return Choice(spans, block, columns)

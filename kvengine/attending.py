@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvengine import answers, policies
-from kvengine.errors import PolicyError
+from kvengine import answers
 from kvengine.kernels import dispatch
 from kvengine.kernels.attention import attention
 from kvengine.kernels.causal_attention import causal_attention, follows, quicker
 from kvengine.kernels.dispatch import native_refusal
 from kvengine.kernels.merge_states import merge_states
 from kvengine.kernels.span_attention import Band, band_spans, causal_spans, pairs, span_attention
-from kvengine.policies.prefill import Choice, Prefill
+from kvengine.policies.prefill import Prefill
 from kvengine.session import Call
 
 FEW = 16
@@ -162,9 +160,7 @@ def _chosen(
     if whole is not None and not some:
         return whole
     found = prefill.choose(q.detach(), k.detach(), call.scale, call.softcap)
-    spans, block, columns = (
-        found if policies.ours(type(prefill).__module__) else checked(prefill, found, q, some, tokens)
-    )
+    spans, block, columns = answers.choice(prefill, found, q, some, tokens)
     lead, held = before % block, before + some  # blocks begin before the queries
     k, v = (x[:, :held] if columns is None else torch.cat([_taken(x, columns), x[:, :held]], 1) for x in (k, v))
     spans = spans[:, : -(-(lead + some) // block)].clamp(max=k.shape[1])
@@ -174,40 +170,6 @@ def _chosen(
     options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "block": block}
     out = span_attention(q, k, v, place, spans, **options)[:, :, lead:]  # type: ignore[arg-type]
     return out if whole is None else torch.cat([out, whole], 2)
-
-
-def checked(prefill: Prefill, found: Any, q: Tensor, some: int, tokens: int) -> Choice:
-    """What `Prefill.choose` said of the last of so many tokens, of whose queries the first `some` read as it says. Raises
-    PolicyError: spans beside the tokens would have a kernel read memory that is not theirs."""
-    rows, group, queries, _ = q.shape
-    name = f"{type(prefill).__name__}.choose returned"
-    if not isinstance(found, tuple) or len(found) != 3 or type(found[1]) is not int or found[1] < 1:
-        given = f", a block of {found[1]!r}" if isinstance(found, tuple) and len(found) == 3 else ""
-        raise PolicyError(
-            f"{name} {answers.shown(found)}{given}, expected a Choice(spans, block, columns), with one query or more to a block"
-        )
-    spans, block, columns = found
-    blocks, wide = -(-((tokens - queries) % block + some) // block), tokens
-    for x in (spans,) if columns is None else (spans, columns):
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.device != q.device:
-            raise PolicyError(f"{name} {answers.shown(x)}, expected spans and columns of int32 or int64 on {q.device}")
-    if columns is not None:
-        wide += columns.shape[-1]
-        outside = columns.is_cpu and bool(((columns < 0) | (columns >= tokens)).any())
-        if columns.ndim != 2 or len(columns) != rows or outside:
-            raise PolicyError(
-                f"{name} columns {list(columns.shape)}, expected [{rows}, column] of tokens 0 to {tokens - 1}"
-            )
-    wanted = f"[1, {rows} or {rows * group}, {blocks} or more, span, 2]: [start, end) of tokens 0 to {wide}, none in two spans"
-    if spans.ndim != 4 or len(spans) not in (1, rows, rows * group) or spans.shape[1] < blocks or spans.shape[3] != 2:
-        raise PolicyError(f"{name} spans {list(spans.shape)}, expected {wanted}")
-    if spans.is_cpu:
-        start, end = spans.clamp(max=wide).masked_fill((spans[..., :1] >= spans[..., 1:]), wide).unbind(-1)
-        order = start.argsort(-1)
-        start, end = start.gather(-1, order), end.gather(-1, order)
-        if bool((start < 0).any()) or bool((end[..., :-1] > start[..., 1:]).any()):
-            raise PolicyError(f"{name} spans that begin before 0 or overlap, expected {wanted}")
-    return Choice(spans, block, columns)
 
 
 def _taken(x: Tensor, at: Tensor) -> Tensor:
