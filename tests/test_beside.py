@@ -84,7 +84,7 @@ def kinds(*shapes: str) -> list[Any]:
     return [pytest.param(*one, marks=[] if one in few else [pytest.mark.slow]) for one in every]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("text", STACKS)
 @pytest.mark.parametrize(("shape", "dtype", "pad"), kinds("GQA", "odd", "MHA", "wide"))
 def test_one_call_changes_nothing(

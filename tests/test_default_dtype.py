@@ -25,7 +25,7 @@ def default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_text_is_the_same_whatever_the_default_dtype(name: str, default: torch.dtype) -> None:
     model, batch = kvengine.patch(llama(), SMALL[name]), prompts()

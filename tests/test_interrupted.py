@@ -89,7 +89,9 @@ def test_a_decoded_token_is_interrupted(name: str) -> None:
     check(SMALL[name], 1, "/cache.py")
 
 
-def test_the_first_pass_is_interrupted() -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("first", range(1, 5))
+def test_the_first_pass_is_interrupted(first: int) -> None:
     """While a layer's lanes are made: it has all of them then, or none."""
     ids = one()["input_ids"]
     with torch.no_grad(), kvengine.patched(llama(), SMALL["duo"]) as model:
@@ -97,7 +99,7 @@ def test_the_first_pass_is_interrupted() -> None:
         with Interrupt(file="/cache.py") as whole:
             model(ids, cache=kvengine.EngineCache(model))
         told = 0
-        for at in range(1, whole.lines + 1):
+        for at in range(first, whole.lines + 1, 4):
             cache = kvengine.EngineCache(model)
             with contextlib.suppress(KeyboardInterrupt), Interrupt(at, "/cache.py"):
                 model(ids, cache=cache)

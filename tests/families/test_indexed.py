@@ -58,7 +58,7 @@ def generated(model: Any, batch: dict[str, Tensor] | None = None, count: int = 1
     return out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", STORED)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_of_a_padded_batch(name: str, text: str) -> None:

@@ -111,7 +111,7 @@ TEXT = "landmarks(budget=24, chunk=4) + host(resident=24)"
 SHADOW = "lowrank(rank=8) + landmarks(budget=24, chunk=4, local=4) + host(fields=('v',), resident=24)"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("fetched")
 @pytest.mark.parametrize("text", [TEXT, SHADOW, "quest(budget=24, page=4) + host(resident=8)"])
 @pytest.mark.parametrize("how", ["eager", "trace"])

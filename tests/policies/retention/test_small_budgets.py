@@ -68,6 +68,7 @@ def same(one: Case, layer: LayerCache, last: int, budget: float, what: Ends) -> 
         assert positions(layer, row) == what(pad, last, size), (row, last)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 0.1])
 @pytest.mark.parametrize("length", [8, 40])
 @pytest.mark.parametrize("policy", JUDGED)
