@@ -193,33 +193,8 @@ static void scan(const Coarse *c, int64_t row, int64_t block, float *upper, floa
     else if (wild) upper[u] = INFINITY, lower[u] = -INFINITY;
 }
 
-#define BINS 1024
-
-/* The k-th largest of n numbers (a multiple of LANES) or a little less, by counting them by size; -inf if fewer are
-   above it. Nothing branches on a number, as nobody could predict it. Reorders x. */
-static float about_kth(float *x, int64_t n, int64_t k) {
-  int32_t bins[BINS + 1] = {0}, place[LANES];
-  vf low = splat(-INFINITY), high = low;
-  for (int64_t i = 0; i < n; i += LANES) {
-    const vf y = load(x + i);
-    low = larger(low, choose(y > -INFINITY, -y, splat(-INFINITY)));
-    high = larger(high, y);
-  }
-  const float least = -peak(low), most = peak(high), per = (BINS - 1) / (most - least);
-  if (!(per > 0) || !(per < INFINITY)) return kth_score(x, n, k);
-  for (int64_t i = 0; i < n; i += LANES) { /* -inf goes into a bin of its own */
-    const vf y = load(x + i);
-    *(vi *)place = __builtin_convertvector(choose(y > -INFINITY, (y - least) * per, splat(BINS)), vi);
-    for (int j = 0; j < LANES; j++) bins[place[j]]++;
-  }
-  int64_t bin = BINS - 1, above = bins[bin];
-  while (bin > 0 && above < k) above += bins[--bin];
-  if (above < k) return -INFINITY;
-  return least + ((float)bin - 0.01f) / per - 4e-7f * (fabsf(least) + fabsf(most)); /* less what rounding may do */
-}
-
-/* From the limits of a row's scores to its best units. `lower` is used up. Returns 0, or 1 without memory. */
-static int decide(const Coarse *c, int64_t row, const float *upper, float *lower) {
+/* From the limits of a row's scores to its best units. Returns 0, or 1 without memory. */
+static int decide(const Coarse *c, int64_t row, const float *upper, const float *lower) {
   const Bounds *b = &c->exact;
   const int64_t wide = 2 * b->dim, units = b->units;
   const uint8_t *alive = b->alive + row * b->alive_row;

@@ -29,25 +29,29 @@ int kv_bounds(const Bounds *b) {
   return 0;
 }
 
-/* ids [row, count]: the best units in ascending order, then -1. Returns 0, or 1 without memory. */
-int kv_top(const float *scores, int64_t rows, int64_t units, int64_t count, int64_t threads, int64_t *ids) {
+/* ids [row, count]: the best units in ascending order, then -1, of those `alive` [row, unit] (NULL: all); counts: how many a row
+   may have (NULL: `count`). Returns 0, or 1 without memory. */
+int kv_top(const float *scores, int64_t rows, int64_t units, int64_t count, int64_t threads, int64_t row_stride,
+           const uint8_t *alive, int64_t alive_row, const int64_t *counts, int64_t *ids) {
   int failed = 0;
   if (!count) return 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
   for (int64_t row = 0; row < rows; row++) {
-    const float *s = scores + row * units;
-    uint64_t *x = malloc(sizeof(uint64_t) * units);
-    if (!x) {
+    const float *s = scores + row * row_stride;
+    uint64_t *room = malloc(sizeof(uint64_t) * 2 * units + sizeof(float) * units);
+    if (!room) {
       failed = 1;
       continue;
     }
-    for (int64_t u = 0; u < units; u++) x[u] = rank_of(s[u], u, units);
-    uint64_t least = kth_rank(x, units, count);
-    int64_t n = 0;
-    for (int64_t u = 0; u < units && n < count; u++)
-      if (s[u] > -INFINITY && rank_of(s[u], u, units) >= least) ids[row * count + n++] = u;
-    for (; n < count; n++) ids[row * count + n] = -1;
-    free(x);
+    if (alive) {
+      float *const living = (float *)(room + 2 * units);
+      for (int64_t u = 0; u < units; u++) living[u] = alive[row * alive_row + u] ? s[u] : -INFINITY;
+      s = living;
+    }
+    int64_t *const mine = ids + row * count;
+    const int64_t n = best_of(s, units, counts && counts[row] < count ? counts[row] : count, 0, room, mine);
+    for (int64_t i = n; i < count; i++) mine[i] = -1;
+    free(room);
   }
   return failed;
 }
@@ -57,20 +61,19 @@ int kv_best(const float *scores, const int64_t *count, int64_t rows, int64_t tok
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
   for (int64_t row = 0; row < rows; row++) {
-    const float *s = scores + row * tokens;
     uint8_t *mine = keep + row * tokens;
+    memset(mine, 0, tokens);
     int64_t n = count[row] < tokens ? count[row] : tokens;
-    uint64_t least = n > 0 ? 0 : UINT64_MAX, *x = NULL;
-    if (0 < n && n < tokens) {
-      if (!(x = malloc(sizeof(uint64_t) * tokens))) {
-        failed = 1;
-        continue;
-      }
-      for (int64_t t = 0; t < tokens; t++) x[t] = rank_of(s[t], tokens - 1 - t, tokens);
-      least = kth_rank(x, tokens, n);
-      free(x);
+    if (n <= 0) continue;
+    uint64_t *room = malloc(sizeof(uint64_t) * 3 * tokens);
+    if (!room) {
+      failed = 1;
+      continue;
     }
-    for (int64_t t = 0; t < tokens; t++) mine[t] = s[t] > -INFINITY && rank_of(s[t], tokens - 1 - t, tokens) >= least;
+    int64_t *ids = (int64_t *)(room + 2 * tokens);
+    n = best_of(scores + row * tokens, tokens, n, 1, room, ids);
+    for (int64_t i = 0; i < n; i++) mine[ids[i]] = 1;
+    free(room);
   }
   return failed;
 }

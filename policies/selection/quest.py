@@ -74,9 +74,7 @@ class Quest(Selection):
         if self.reduce == "each":
             return best(self._turns(q, summary, alive), alive, at)
         low, high, count = summary["low"], summary["high"], None if at.even else at.count
-        if count is None or q.is_cuda:
-            return best_units(q, low, high, alive, at.most, counts=count, reduce=self.reduce, coarse=at.bounds)
-        return best(page_scores(q, low, high, alive, reduce=self.reduce), alive, at)
+        return best_units(q, low, high, alive, at.most, counts=count, reduce=self.reduce, coarse=at.bounds)
 
     def _turns(
         self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"]

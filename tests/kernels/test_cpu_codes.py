@@ -16,7 +16,7 @@ from torch import Tensor
 from kvengine.kernels import codecs, turboquant
 from kvengine.kernels.cpu import library
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units
+from kvengine.kernels.page_scores import best_units, page_bounds, page_scores, top_units, units_by_share
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.slots import resolve, visible_to
@@ -322,6 +322,18 @@ def test_units_are_chosen_alike(group: int) -> None:
     alive, q = torch.rand(2, 700, generator=rng) < 0.9, torch.randn(2, group, 72, generator=rng)
     got = best_units(q, low, high, alive, 60, coarse=Coarse())
     assert torch.equal(got, top_units(page_scores(q, low, high, alive, backend="reference"), 60, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 6])
+@pytest.mark.usefixtures("processor")
+def test_units_are_chosen_alike_by_shares(group: int, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(group)
+    mean, q = (torch.randint(-2, 3, (2, n, 64), generator=rng).to(dtype) for n in (1100, group))
+    alive, far = torch.rand(2, 1100, generator=rng) < 0.9, torch.rand(2, 1100, generator=rng).half()
+    given = {"coherence": far, "outliers": 0.2}
+    got, want = (units_by_share(q, mean, alive, 90, 0.1, backend=b, **given) for b in ("native", "reference"))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("basis_in", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -142,7 +142,7 @@ def test_triton_chooses_among_more_units_than_a_program_holds(monkeypatch: pytes
         assert torch.equal(got, top_units(scores, count, backend="reference"))
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_may_have_counts_of_their_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "triton":
         monkeypatch.setattr("kvengine.kernels.page_scores.triton.MOST", 16)
@@ -199,7 +199,7 @@ def wanted(
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("forced", ["none", "outliers", "many outliers", "first"])
 @pytest.mark.parametrize("even", [False, True], ids=["counts", "even"])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_units_by_share_match_a_loop(
     backend: str, even: bool, forced: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +233,7 @@ def test_units_by_share_match_a_loop(
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_units_are_told_apart_however_little_they_get(backend: str, reduce: str) -> None:
     """One gets nearly all, and the others less than float32's least number."""
     rng, alive = torch.Generator().manual_seed(0), torch.ones(2, 40, dtype=torch.bool)
