@@ -22,6 +22,8 @@ DATA = {
 """What local files may be given as, and the suites that read them; docs/evaluation.md says what each has in it."""
 FOLDERS = ("scbench", "longbench")
 """Those that have a file for each task."""
+ASKING = ("quiz", "scbench")
+"""Suites that ask several questions about one context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class RunConfig:
     chat: str = "auto"  # "auto": if the tokenizer has a template; "on"; "off"
     ceiling: bool = True
     oracle: bool = True
-    golden: bool = True  # SCBench history: golden answers, or the model's own
+    golden: bool = True  # multi-turn: later questions follow the right answers, or the model's own
     retry: bool = False  # do what failed, was refused or ran out of memory again
     report: bool = True  # write tables and pictures at the end; the exit code and the rows do not need them
     data: Mapping[str, Path] = field(default_factory=dict)
@@ -143,6 +145,8 @@ def check_used(said: Mapping[str, Any], told: Mapping[str, Any], made: RunConfig
         ("budget", "policies"): "" if "all" in made.policies else "is of what the policy 'all' stands for; write it into a "
         f"policy: snapkv(budget={made.budget})",
         ("batch", "shared"): "" if made.shared else "counts samples in lockstep; add --shared, or leave it out",
+        ("golden", "modes"): "" if made.golden or (made.suite in ASKING and "multi-turn" in made.modes) else "is of what later "
+        f"questions of a conversation follow: of {' and '.join(ASKING)}, in the mode multi-turn; leave it out",
     }  # fmt: skip
     for (name, of), why in idle.items():
         if why and (name in told or (name in said and of not in told)):

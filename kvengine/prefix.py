@@ -64,8 +64,8 @@ class Prefix:
     """Chunks of prompts of one model, in a store.
 
     Args:
-        model: a patched model. Of one whose layers read another layer's keys and values (Gemma 3n), or all have windows,
-            nothing is stored or found, and a warning says so.
+        model: a patched model. Of one whose layers read another layer's keys and values (Gemma 3n), or all have windows, or
+            begin anew in each pass (Jamba), nothing is stored or found, and a warning says so.
         store: where chunks live.
         tokenizer: part of a chunk's name, if given.
         level: of the codec; "lossless" gives the text of a cold run.
@@ -108,8 +108,8 @@ class Prefix:
         self.whole, self.beside = not strange, bool(beyond_tokens(text)) and not strange
         if strange:
             log.warning(
-                "%s has layers that read another layer's tokens, index keys, or none that keeps all tokens (%s), which no stored "
-                "chunk holds: all its prompts are computed, and none is stored. kvengine.saved stores whole sessions",
+                "no prompt of %s can go on from stored chunks: its layers read another layer's tokens, have index keys, begin anew "
+                "in each pass, or none keeps all tokens (%s). All are computed, none is stored. kvengine.saved stores sessions",
                 type(self.model).__name__, ", ".join(strange),
             )  # fmt: skip
         dtype = next(self.model.parameters()).dtype
@@ -352,7 +352,8 @@ class Prefix:
         """
         check(ids)
         check_precision(self.model)
-        end = ids.shape[1] // self.chunk * self.chunk
+        if not (self.whole and (end := ids.shape[1] // self.chunk * self.chunk)):
+            return 0
         if (total := cache.session.prompt_end or 0) >= end:  # so that parts end where they do without a store
             end = min(end, parts.first(self.part, cache, total) // self.chunk * self.chunk)
         if parts.parted(self.part, cache, end):
@@ -361,9 +362,8 @@ class Prefix:
                 "read and stored. Patch the model without judge_every, or compute with EngineCache(model, 'full')"
             )
         if cache.seen < end:
-            if self.whole:
-                # Before it is read in pieces, which makes a difference to what skips some of it.
-                check_whole(ids, cache)
+            # Before it is read in pieces, which makes a difference to what skips some of it.
+            check_whole(ids, cache)
             if (cache.session.prompt_end or 0) <= end:
                 cache.announce(end + 1)  # more of the prompt is to come, and it is judged then
             at = placed(self.model, cache.seen, end - cache.seen)

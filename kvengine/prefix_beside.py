@@ -20,7 +20,7 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import engine_layers
 from kvengine.hf.indexed import KIND
 from kvengine.hf.layer import EngineLayer
-from kvengine.hf.states import beyond_tokens, has_states, states_of
+from kvengine.hf.states import FORGETFUL, beyond_tokens, has_states, states_of
 from kvengine.offload.cachegen import Identity
 from kvengine.offload.cachegen.codec import check_identity
 from kvengine.offload.container import pack, read_bytes
@@ -33,9 +33,10 @@ FORMAT = 1
 
 
 def strange(config: Any) -> list[str]:
-    """The kinds of a model's layers, if what they hold cannot be stored: another layer's tokens, index keys, or nowhere all."""
-    kinds = beyond_tokens(config)
-    return kinds if sources(config) or not any(engine_layers(config)) or KIND in kinds else []
+    """The kinds of a model's layers, if what they hold cannot be stored (another layer's tokens, index keys, nowhere all), or a
+    prompt cannot go on from it."""
+    kinds, forgets = beyond_tokens(config), config.model_type in FORGETFUL
+    return kinds if sources(config) or not any(engine_layers(config)) or KIND in kinds or forgets else []
 
 
 def name(key: str) -> str:

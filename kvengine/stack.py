@@ -189,11 +189,11 @@ class Stack:
         """
         chosen: dict[str, Any] = {}
         named: dict[str, str] = {}
-        for name, options in expand(text):
+        for name, options, said in expand(text):
             axis, cls = load(name)
             if axis in chosen:
-                raise UnsupportedPolicy(f"{named[axis]!r} and {name!r} both choose the {axis}; a stack has one")
-            chosen[axis], named[axis] = build(name, cls, options), name
+                raise UnsupportedPolicy(f"{named[axis]} and {said} both choose the {axis}; a stack has one")
+            chosen[axis], named[axis] = build(name, cls, options), said
         return Stack(**chosen)
 
     def __str__(self) -> str:
@@ -241,20 +241,20 @@ def spelling(name: str, options: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
 
 
-def expand(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The terms of a policy string, presets replaced by what they stand for."""
-    found: list[tuple[str, dict[str, Any]]] = []
+def expand(text: str) -> list[tuple[str, dict[str, Any], str]]:
+    """The terms of a policy string, presets replaced by what they stand for, and what to call them."""
+    found: list[tuple[str, dict[str, Any], str]] = []
     for name, options in terms(text):
         if name not in PRESETS:
             if name not in catalogue():
                 said = unknown("policy", name, [*catalogue(), *PRESETS])
                 raise UnknownPolicy(said if "Did you mean" in said else f"{said}. If it is your own, {NAMED}")
-            found.append((name, options))
+            found.append((name, options, repr(name)))
             continue
         for option in options:
             if option not in PRESETS[name].options:
                 raise UnknownPolicy(unknown(f"option of {name}", option, PRESETS[name].options))
-        found += terms(PRESETS[name].text(options))
+        found += [(*part, f"{part[0]!r} of {name!r}") for part in terms(PRESETS[name].text(options))]
     return found
 
 

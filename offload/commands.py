@@ -71,7 +71,7 @@ def opened(url: str, *, made: bool = False) -> Iterator[Backend]:
 def list_values(store: Store = "", as_json: AsJson = False) -> None:
     """List what is stored, the least recently used first."""
     with opened(store) as source:
-        entries = sorted(source.entries(), key=lambda entry: entry.accessed)
+        entries = by_use(source)
     if as_json:
         typer.echo(json.dumps([_plain(entry) for entry in entries]))
         return
@@ -84,6 +84,11 @@ def list_values(store: Store = "", as_json: AsJson = False) -> None:
     for row in rows:  # a value is a line, as wide as it needs: its key must not be cut
         typer.echo("  ".join(cell.ljust(n) for cell, n in zip(row, wide, strict=True)).rstrip())
     typer.echo(f"{len(entries)} values, {sum(entry.size for entry in entries):,} bytes")
+
+
+def by_use(source: Backend) -> list[Entry]:
+    """What is stored, the least recently used first."""
+    return sorted(source.entries(), key=lambda entry: entry.accessed)
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
@@ -179,9 +184,8 @@ def verify(
     bad, strange, gone, console = 0, 0, 0, Console(stderr=True)
     with opened(store) as source:
         moved = 0 if some else getattr(source, "damaged", 0)  # a folder is looked through when it is opened
-        every = list(dict.fromkeys(complete(source, name) for name in some or [])) or [
-            entry.key for entry in source.entries()
-        ]
+        # In the order of their use, which reading them then leaves as it is: what makes room for others follows from it.
+        every = list(dict.fromkeys(complete(source, name) for name in some or [])) or [e.key for e in by_use(source)]
         for key in track(every, "", console=console, transient=True, disable=not console.is_terminal):
             try:
                 _check(source, key)

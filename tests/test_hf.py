@@ -345,6 +345,7 @@ def test_a_cache_needs_a_patched_model() -> None:
         ("quest(budget=1.5)", PolicyError, "budget=1.5 must be 1 to 2\\*\\*30 tokens"),
         ("h2o(budget=True)", PolicyError, "budget=True must be"),
         ("h2o + snapkv", UnsupportedPolicy, "'h2o' and 'snapkv' both choose the retention"),
+        ("host + shadowkv", UnsupportedPolicy, "'host' and 'host' of 'shadowkv' both choose the placement"),
         ("h2o + quest", UnsupportedPolicy, "reads only some of them"),
         ("", PolicyError, "is not a policy string"),
         ("quest(", PolicyError, "is not a policy string"),

@@ -124,6 +124,7 @@ def test_of_a_prompt_that_is_read_in_parts_the_first_alone_is_reused(model: Any,
             warm = reuse.fetch(asked)
             assert reuse.compute(asked, warm) == seen // 16 and warm.seen == seen and warm.session.prompt_end == total
         assert reuse.fetch(ids, "full").seen == 96 and reuse.compute(prompt(40, 1), kvengine.EngineCache(model)) == 2
+        assert reuse.compute(prompt(10, 1), kvengine.EngineCache(model)) == 0  # not a whole chunk
     reuse.store.close()
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 import kvengine
 from kvengine import saved
-from kvengine.errors import CacheError, EvaluationError
+from kvengine.errors import CacheError, EvaluationError, UnsupportedPolicy
 from kvengine.evals.engine import CacheSession
 from kvengine.evals.together import Fed
 from kvengine.evals.together import read as read_together
@@ -148,6 +148,8 @@ def test_a_model_that_forgets_its_states_is_refused_what_would_need_them() -> No
         read(model, cache, ids[:, 11:])
     with pytest.raises(CacheError, match="no prefill_chunk_size"):
         model.generate(ids, max_new_tokens=2, prefill_chunk_size=8)
+    with pytest.raises(UnsupportedPolicy, match="'kvzip' has a prompt read again behind itself"):
+        kvengine.patch(model, "kvzip(budget=8)")
     found = torch.cat([read(model, cache, ids[:, t : t + 1]) for t in range(11, 20)], 1)
     torch.testing.assert_close(found, want[:, 11:], rtol=1e-3, atol=1e-3)
 

@@ -8,6 +8,7 @@ from kvengine import latent
 from kvengine.errors import PolicyError, UnsupportedPolicy
 from kvengine.hf import indexed
 from kvengine.hf.cross import engine_layers
+from kvengine.hf.states import FORGETFUL
 from kvengine.policies import name_of
 from kvengine.stack import Channels, Stack
 
@@ -26,6 +27,11 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
     stack.check_layers(len(layers))
     stack.selection.check_depth(len(layers))
     again, known = stack.retention.replay, getattr(text, "vocab_size", None)
+    if again is not None and name in FORGETFUL:
+        raise UnsupportedPolicy(
+            f"'{name_of(stack.retention)}' has a prompt read again behind itself, and in transformers a pass of {name} over several "
+            "tokens behind others begins with empty states. Use a retention that judges by the prompt's own pass (snapkv)"
+        )
     if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
         raise PolicyError(
             f"'{stack}' feeds ids of another tokenizer: {name} knows {known}, from 0 on. Take prompt and suffix from the "

@@ -18,9 +18,7 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.layer import BREAKS
 from kvengine.hf.names import cache_given
 from kvengine.hf.replay import made_of, reader
-
-FORGETFUL = frozenset(("jamba",))
-"""Model types of which this is so."""
+from kvengine.hf.states import FORGETFUL
 
 
 def hook_forgetful(model: PreTrainedModel, text: Any) -> list[Any]:
@@ -44,4 +42,4 @@ def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name
         )
 
 
-__all__ = ["FORGETFUL", "hook_forgetful"]
+__all__ = ["hook_forgetful"]

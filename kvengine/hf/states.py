@@ -30,6 +30,8 @@ OWN = frozenset(vars(LinearAttentionLayer()))
 """What a layer has for its states."""
 TOKENS = ("keys", "values", "cumulative_length", "is_initialized", "dtype", "device")
 """What it has for its tokens; of this, as a dtype is among it up to transformers 5.23."""
+FORGETFUL = frozenset(("jamba",))
+"""Model types whose states begin anew in every pass of several tokens (`kvengine/hf/forgetful.py`)."""
 
 
 class StatefulLayer(EngineLayer, LinearAttentionLayer):

@@ -14,11 +14,10 @@ from kvengine import latent
 from kvengine.errors import ModelError, PolicyError, UnsupportedPolicy, unknown
 from kvengine.hf.cache import EngineCache
 from kvengine.hf.enterable import check_model
-from kvengine.hf.forgetful import FORGETFUL
 from kvengine.hf.generate import check_mode
 from kvengine.hf.names import NAMES, cache_among
 from kvengine.hf.recordable import knows_places
-from kvengine.hf.states import beyond_tokens, keeps_states
+from kvengine.hf.states import FORGETFUL, beyond_tokens, keeps_states
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.readers import sources
 from kvengine.speculative.law import REMEMBERING

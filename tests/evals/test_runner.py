@@ -806,6 +806,10 @@ def test_a_setting_that_would_change_nothing_is_refused_where_it_was_written(tmp
     with pytest.raises(EvaluationError, match="write it into a policy"):
         build("ruler", file, {"out": tmp_path})
     assert build("ruler", file, {"out": tmp_path, "policies": "all"}).budget == 0.5
+    file.write_text("golden: false\n")
+    assert not build("scbench", file, {"out": tmp_path, "modes": "multi-request"}).golden
+    with pytest.raises(EvaluationError, match="in the mode multi-turn; leave it out"):
+        build("scbench", None, {"out": tmp_path, "modes": "multi-request", "golden": False})
 
 
 @pytest.mark.parametrize("name", ["mode", "modes"])
@@ -841,6 +845,7 @@ def test_a_setting_of_two_names_is_not_chosen_from(tmp_path: Path, text: str, to
     ({"budget": "2.5"}, "budget=2.5: must be whole tokens, or a fraction"),
     ({"budget": "0.5", "policies": "snapkv"}, "budget=0.5 is of what the policy 'all' stands for; write it into a policy"),
     ({"batch": 4}, "batch=4 counts samples in lockstep; add --shared"),
+    ({"golden": False}, "golden=False is of what later questions of a conversation follow: of quiz and scbench"),
     ({"limit": 0}, "limit=0: must be 1 or more"),
     ({"tasks": " "}, "no task given"),
     ({"data": ["book=."]}, "ruler reads no book: that is for ppl"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def test_verify_finds_and_removes_damage(folder: Path) -> None:
     assert "2 of 3" in run("verify", "-s", folder, status=1)
     assert "2 of 2" in run("verify", "-s", folder)
     assert "1 of 1" in run("verify", "00", "-s", folder)
+
+
+def test_verify_leaves_the_order_in_which_values_make_room(folder: Path) -> None:
+    """It read them by name, and what had been used last made room before all others."""
+    for age, key in enumerate(KEYS, 1):
+        os.utime(folder / "objects" / "0" / f"{key}.kv", (time.time() - 100 * age,) * 2)
+    for _ in range(2):
+        assert [row["key"] for row in json.loads(run("ls", "--json", "-s", folder))] == KEYS[::-1]
+        run("verify", "-s", folder)
 
 
 def test_verify_tells_of_damage_that_opening_the_store_found(folder: Path) -> None:
