@@ -208,6 +208,10 @@ def test_what_launches_are_made_again_with(possible: bool) -> None:
         assert (out is here[4]) == torch.equal(position, before) == possible
         assert slots.missed == (0 if possible else 5)
         position.copy_(before)
+    slots.known[token(q=q, k=k, v=v, holes=True).kind] = Known(0, END - START, (-1, 0), launches, ())  # type: ignore[arg-type]
+    assert (
+        slots.step(q, k, v, START, END, at, True, 0.3) is not None and len(launches.asked) == 1
+    )  # it is for fewer slots
 
 
 def test_only_what_fits_is_taken() -> None:
@@ -304,15 +308,15 @@ def test_how_many_slots_a_note_is_for() -> None:
 
 def test_of_kinds_that_do_not_come_again_no_more_are_noted() -> None:
     q, k, v, keys, values, position, _ = drawn()
-    slots, apart = Slots(keys, values, position), torch.stack([q, q], -1)[..., 0]
+    slots, apart = Slots(keys, values, position), [torch.stack([x, x], -1)[..., 0] for x in (q, k, v)]
     for i in range(KINDS + 9):
         slots.step(q, k, v, START, END, torch.tensor([AT]), True, 0.1 + i)
         slots.step(q, k, v, START, END, torch.tensor([AT]), True, 0.1 + i)
         assert len(slots.known) == slots.missed == min(i + 1, KINDS)
     slots.missed = 0
     for end in (END, END - 1):
-        slots.step(apart, k, v, START, end, torch.tensor([AT]), True, 0.05)
+        slots.step(*apart, START, end, torch.tensor([AT]), True, 0.05)
         ((kind, known),) = (
             slots.known.items()
         )  # there was room for others; of rows that lie apart, as of those that do not
-        assert kind == token(q=q, holes=True, scale=0.05).kind and known.most == end - START + 1
+        assert kind == token(holes=True, scale=0.05).kind and known.most == end - START + 1
