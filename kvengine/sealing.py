@@ -126,13 +126,10 @@ class Sealing(Padded):
             self.sealed(k, position, parts.pages > 0).seal_chosen((k, v, position, score), parts.front, parts.pages)
         back = parts.back
         rest = (back >= 0).sum(1)
-        even = bool((rest == back.shape[1]).all())
         kept = take(k, back), take(v, back), take(position, back, -1), take(score, back)
         # A tail that stays may have holes, and one with strays is never taken for clean (`stand_before`).
-        clean = even and old is None and (idle is None or bool((kept[2] >= 0).all()))
-        self.tail.replace(*kept, clean, room + 2 * page)
-        open_slots = rest if old is None else rest - (old & alive).sum(1)
-        self.lengths = [(back.shape[1], None)] if even and old is None else grouped(open_slots)
+        self.tail.replace(*kept, old is None and bool((kept[2] >= 0).all()), room + 2 * page)
+        self.lengths = grouped(rest if old is None else rest - (old & alive).sum(1))
         self.tail.paged_slots = self.alongside()
 
     def alongside(self) -> int:

@@ -57,6 +57,23 @@ def test_rows_beside_one_that_says_nothing_are_as_alone(text: str) -> None:
         torch.testing.assert_close(got[row : row + 1], two_turns(single(whole, row), [row], 20), rtol=1e-4, atol=1e-5)
 
 
+def test_a_tail_with_holes_that_stays_is_not_read_as_if_it_were_full() -> None:
+    """Where another row's turn leaves that as many tokens as this one has slots."""
+    text = "h2o(budget=0.5) + turboquant(residual=8)"
+    whole, alone = Bare(text, heads=1, rows=2, tokens=60), Bare(text, heads=1, tokens=0)
+    now = [*range(47), *range(49, 60)]
+    alone.q, alone.k, alone.v = (x[:1, :, now] for x in (whole.q, whole.k, whole.v))
+    for bare in (whole, alone):
+        bare.feed(40)
+        for _ in range(7):
+            bare.feed(1)
+    whole.feed(2, torch.tensor([[False, False], [True, True]]))
+    tail = lane_of(whole).tail
+    assert (tail.position[:, tail.span] < 0).any(1).tolist() == [True, False]
+    for _ in range(4):
+        torch.testing.assert_close(whole.feed(1)[:1], alone.feed(1), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("text", LOSSLESS + CODES)
 def test_pages_hold_each_token_once_and_none_is_empty(text: str) -> None:
     """Without codes, where all is written anew, none has a hole."""

@@ -58,6 +58,15 @@ def nbytes(bare: Bare) -> int:
     return slots + (0 if lane.pages is None else len(lane.pages.pages_in_use()) * lane.pages.pool.page_bytes)
 
 
+def pays(lane: Lane) -> bool:
+    """Whether no page takes more than its tokens would."""
+    pages = lane.pages
+    assert pages is not None
+    counts = (pages.position >= 0).unflatten(1, (-1, pages.page)).sum(2)[pages.table >= 0]
+    token = sum(x.shape[-1] * x.element_size() for x in (lane.tail.k, lane.tail.v))
+    return all(n * token >= pages.pool.page_bytes for n in counts.tolist())
+
+
 def anyhow(seed: int) -> Any:
     """Other pages than would be chosen, alike for rows that are alike."""
     chance = Random(seed)
@@ -160,6 +169,7 @@ def test_bytes_do_not_become_more_from_turn_to_turn(retention: str) -> None:
         room = lane_of(coded).lengths[0][0] * 2 * 32 * 4
         assert nbytes(coded) - room <= nbytes(plain)
         assert lane_of(coded).pages.pool.pages <= 2 * lane_of(coded).pages.columns  # type: ignore[union-attr]
+        assert pays(lane_of(coded))
 
 
 @pytest.mark.sampled(4)
@@ -172,9 +182,7 @@ def test_no_page_takes_more_than_its_tokens_would(stack: str) -> None:
         bare.feed(1)
         lane = lane_of(bare)
         if lane.lengths == [(lane.stack.room, None)] and lane.pages is not None:  # just sealed
-            counts = (lane.pages.position >= 0).unflatten(1, (-1, lane.stack.page)).sum(2)[lane.pages.table >= 0]
-            token = sum(x.shape[-1] * x.element_size() for x in (lane.tail.k, lane.tail.v))
-            assert all(n * token >= lane.pages.pool.page_bytes for n in counts.tolist())
+            assert pays(lane)
             assert len(lane.tail) <= lane.stack.room + 27
             assert not lane.tail.strays or lane.tail.capacity == len(lane.tail) + lane.stack.page
 

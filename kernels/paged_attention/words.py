@@ -253,7 +253,7 @@ def fits(
     TurboQuant's of 4 or 2, with scales of any dtype."""
     if codec not in ("zipcache", "turboquant") or want_probs:
         return False
-    if codec == "zipcache" and (page % BLOCK or unit % BLOCK or page & (page - 1)):
+    if codec == "zipcache" and (unit % BLOCK or page & (page - 1)):  # a page is of whole units
         return False
     if q.dtype not in (torch.float16, torch.bfloat16):
         return False

@@ -134,11 +134,13 @@ def test_in_sixteen_bits(backend: str, dtype: torch.dtype) -> None:
     assert oracle.error(same, want.out) <= 1e-2
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("backend", WIDE)
-def test_heads_that_leave_no_room_for_tokens_are_taken_some_at_a_time(backend: str) -> None:
+def test_heads_that_leave_no_room_for_tokens_are_taken_some_at_a_time(backend: str, joined: bool) -> None:
+    """Values have fewer channels than keys."""
     rng = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(*shape, 260, generator=rng) for shape in ((1, 65, 3), (1, 9), (1, 9)))
-    position, sinks = torch.arange(9, dtype=torch.int32)[None], torch.randn(1, 65, generator=rng)
+    q, k, v = (torch.randn(*shape, generator=rng) for shape in ((1, 65, 3, 260), (1, 9, 260), (1, 9, 20)))
+    position, sinks = torch.arange(9, dtype=torch.int32)[None], torch.randn(1, 65, generator=rng) if joined else None
     spans = causal_spans(3, 9, q.device, 8)
     got = oracle.on(backend, span_attention)(q, k, v, position, spans, scale=0.1, sinks=sinks, block=8, backend=backend)
     want = oracle.attend(q, k, v, allowed(position, 3, spans, 8, None), 0.1, None, sinks)
