@@ -296,6 +296,18 @@ def test_words_are_read_in_parts_and_images_are_not(name: str) -> None:
         model.generate(**batch, **options)
 
 
+def test_no_image_comes_beside_a_row_that_goes_on_with_one_token() -> None:
+    """An image's tokens see each other, and beside such a row, under a policy that judges, the engine reads what comes."""
+    model, ids = kvengine.patch(build("gemma3"), "snapkv(budget=500)"), torch.stack([words(8, 1), words(8, 2)])
+    found, (view, (tokens,)) = run(model, told("gemma3", ids, torch.ones_like(ids)), 2), SIGHTS["gemma3"].see(1, 3)
+    more = torch.cat([torch.full((tokens,), SIGHTS["gemma3"].token), words(2, 3)])
+    so_far = torch.cat([found.sequences, torch.stack([torch.zeros_like(more), more])], 1)
+    mask = torch.ones_like(so_far)
+    mask[0, -len(more) :] = 0  # the last word of its answer is all that is new
+    with pytest.raises(UnsupportedPolicy, match="tokens see later ones"):
+        run(model, told("gemma3", so_far, mask) | view, cache=found[CACHE])
+
+
 def test_a_recorded_step_takes_no_images() -> None:
     brought, kinds = Brought(), torch.zeros(2, 1, dtype=torch.long)
     brought.hold({"input_ids": kinds, "mm_token_type_ids": kinds})
