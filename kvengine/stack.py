@@ -25,7 +25,7 @@ from kvengine.policies.routing import Routing
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.policies.selection import Selection
 from kvengine.policies.selection.all import All
-from kvengine.presets import PRESETS
+from kvengine.presets import PRESETS, call
 
 NAMED = "put its file where policies are looked for (KVENGINE_POLICIES, see CONTRIBUTING.md)"
 FORM = "write names joined by '+', and text in quotes, such as snapkv(budget=1024) + disk(folder='./pages')"
@@ -224,9 +224,8 @@ def check_kind(axis: str, policy: object, interface: type[Any]) -> None:
 
 
 def spell(policy: Any, every: bool = False) -> str:
-    options = [f for f in fields(policy) if every or getattr(policy, f.name) != f.default]
-    chosen = {f.name: getattr(policy, f.name) for f in options}
-    return spelling(name_of(policy), chosen) if chosen else name_of(policy)
+    options = [f.name for f in fields(policy) if every or getattr(policy, f.name) != f.default]
+    return call(name_of(policy), **{name: getattr(policy, name) for name in options})
 
 
 def build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
@@ -235,10 +234,6 @@ def build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
         if option not in known:
             raise UnknownPolicy(unknown(f"option of {name}", option, known))
     return cls(**options)
-
-
-def spelling(name: str, options: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
 
 
 def expand(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -163,8 +163,7 @@ def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
 
 def followed(module: Any, output: Any, rest: dict[str, Any]) -> Any:
     """What a model says of a pass's first tokens, with what it says of the rest, which it is given now."""
-    made = rest[VECTORS] if rest.get(IDS) is None else rest[IDS]
-    return together(output, Context().run(partial(module, **rest)), len(made))
+    return together(output, Context().run(partial(module, **rest)), len(made_of(rest)))
 
 
 def together(first: Any, second: Any, rows: int) -> Any:
