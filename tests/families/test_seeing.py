@@ -308,6 +308,18 @@ def test_no_image_comes_beside_a_row_that_goes_on_with_one_token() -> None:
         run(model, told("gemma3", so_far, mask) | view, cache=found[CACHE])
 
 
+def test_a_first_draft_waits_for_a_replay_also_where_masks_are_made_ahead() -> None:
+    """Gemma 3 makes those of its text part; that of the whole pass was given to each of its two parts."""
+    model, (view, (tokens,)) = (
+        kvengine.patch(build("gemma3"), "kvzip(budget=14, chunk=8, carry=2)"),
+        SIGHTS["gemma3"].see(1, 3),
+    )
+    text = words(12, 3)
+    ids = torch.cat([text, torch.full((tokens,), SIGHTS["gemma3"].token), text[:5]])[None]
+    inputs = told("gemma3", ids, torch.ones_like(ids)) | view
+    assert torch.equal(run(model, inputs, prompt_lookup_num_tokens=3).sequences, run(model, inputs).sequences)
+
+
 def test_a_recorded_step_takes_no_images() -> None:
     brought, kinds = Brought(), torch.zeros(2, 1, dtype=torch.long)
     brought.hold({"input_ids": kinds, "mm_token_type_ids": kinds})
