@@ -182,6 +182,22 @@ def test_a_prompt_may_come_in_chunks(name: str) -> None:
     assert torch.equal(run(kvengine.patch(model, "quest(budget=500)"), batch, prefill_chunk_size=7).sequences, want)
 
 
+def test_a_chunk_of_a_later_turn_is_told_of_which_kind_its_own_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine makes the chunks, as for transformers before 5.21, each was told those of the text's last tokens."""
+    monkeypatch.setattr("kvengine.hf.generate.CHUNKS", (99, 0))
+    model, said = kvengine.patch(build("qwen2_vl"), "full"), list[int]()
+    found = run(model, {"input_ids": words(10, 3)[None]}, 3)
+    text = torch.cat([found.sequences, words(9, 5)[None]], 1)
+    kinds = torch.arange(text.shape[1])[None]
+
+    def told_of(module: Any, args: Any, given: dict[str, Any]) -> None:
+        said.extend(given["mm_token_type_ids"][0, -given["input_ids"].shape[1] :].tolist())
+
+    model.register_forward_pre_hook(told_of, with_kwargs=True)
+    run(model, {"input_ids": text, "mm_token_type_ids": kinds}, 1, cache=found[CACHE], prefill_chunk_size=4)
+    assert said == list(range(12, 22))
+
+
 AXES = [
     "qwen2_vl",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5")),
