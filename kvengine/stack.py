@@ -13,7 +13,7 @@ import torch
 from kvengine.errors import KernelError, PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
 from kvengine.offload.placement import Placement
 from kvengine.offload.placement.device import Device
-from kvengine.policies import catalogue, load, name_of
+from kvengine.policies import catalogue, load, name_of, ours
 from kvengine.policies._budget import TOGETHER, check_budget, check_count, check_share
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.exact import Exact
@@ -169,10 +169,23 @@ class Stack:
             )
 
     def within(self, retention: Retention) -> Stack:
-        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""
-        if not self.representation.joint or retention == self.retention:
+        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one.
+
+        Raises:
+            UnsupportedPolicy: it does not go with the other choices, or reads a prompt twice, which all heads do or none.
+        """
+        if retention == self.retention:
             return self
-        return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
+        if retention.replay is not None:
+            raise UnsupportedPolicy(
+                f"{name_of(retention)!r} reads the prompt a second time, for all heads or for none, but "
+                f"{name_of(self.routing)!r} gives it to some; make it the stack's retention"
+            )
+        if self.representation.joint:
+            return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
+        if not ours(type(self.routing).__module__):
+            replace(self, retention=retention)  # refused as any stack is
+        return self
 
     @staticmethod
     def of(choice: str | Stack) -> Stack:
