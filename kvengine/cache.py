@@ -325,8 +325,7 @@ class LayerCache:
         return found
 
     def by_row(self, x: Shaped[Tensor, "seq token *more"], part: Heads) -> Shaped[Tensor, "row token *more"]:
-        heads = self.heads if part.index is None else len(part.index)
-        return x.repeat_interleave(heads, 0)
+        return x.repeat_interleave(part.lane.heads, 0)
 
     def gather(self, q: Tensor, outs: list[Tensor]) -> Float[Tensor, "seq token q_head dim_v"]:
         """The lanes' outputs, heads back in their places."""
@@ -392,7 +391,7 @@ class LayerCache:
         """Become the given sequences, in that order."""
         check_settled(self)
         for part in self.parts:
-            heads = self.heads if part.index is None else len(part.index)
+            heads = part.lane.heads
             index = (sequences[:, None] * heads + torch.arange(heads, device=sequences.device)).flatten()
             part.lane.rows(index)
         self.sequences = len(sequences)

@@ -51,6 +51,7 @@ from kvengine.offload.cachegen.levels import resolve
 from kvengine.offload.container import read_bytes
 from kvengine.offload.stores import Store, chain, root
 from kvengine.offload.stores.record import check_seconds, check_ttl
+from kvengine.policies import ours
 from kvengine.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,7 @@ class Prefix:
     whole: bool = field(init=False)  # whether all that the model caches can be stored
     beside: bool = field(init=False)  # whether some of it is no keys and values of every token
     turn: int | None = field(init=False)  # tokens of the longest text with the first of several rotations
-    ranks: dict[int, int] = field(
-        init=False
-    )  # of each layer that caches latents, how many of their channels are values
+    ranks: dict[int, int] = field(init=False)  # of each layer that caches latents, how many channels are values
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) or not hasattr(self.model, "config"):
@@ -152,9 +151,10 @@ class Prefix:
 
         At least one token of the prompt is left to compute, since its logits begin the answer, and as many as the stack
         judges by. The cache is empty where nothing is stored, of several sequences, where it judges by all queries, which a
-        reused chunk does not have, and where texts of each length have keys of their own (`dynamic` rotations beyond the
-        trained length). Of a prompt that is read in parts (`judge_every`) the first alone begins so: what a policy leaves of it
-        is what the next is read beside. Raises CacheError for what is no tensor of ids [sequence, token], and under autocast.
+        reused chunk does not have (as some heads may under a routing of one's own), and where texts of each length have keys
+        of their own (`dynamic` rotations beyond the trained length). Of a prompt that is read in parts (`judge_every`) the first
+        alone begins so: what a policy leaves of it is what the next is read beside. Raises CacheError for what is no tensor of
+        ids [sequence, token], and under autocast.
         """
         check(ids)
         check_precision(self.model)
@@ -182,9 +182,9 @@ class Prefix:
     @staticmethod
     def fits(cache: EngineCache) -> bool:
         """Whether a prefix may be entered without its queries."""
-        stack = cache.stack
-        learns = stack.retention.wants_mass or stack.retention.watches
-        return not (learns or stack.representation.probes > 0 or not stack.reads_prompts_exactly)
+        s = cache.stack
+        learns = s.retention.wants_mass or s.retention.watches or s.representation.probes > 0
+        return s.reads_prompts_exactly and ours(type(s.routing).__module__) and not learns  # another's heads may learn
 
     def read(self, keys: Sequence[str]) -> list[list[Layer]]:
         """The layers of the leading chunks that are there, whole and in time."""

@@ -13,7 +13,7 @@ class Preset:
     text: Callable[[dict[str, Any]], str]
 
 
-def call(name: str, **options: Any) -> str:
+def call(name: str, /, **options: Any) -> str:
     """A term of a policy string.
 
     >>> call("quest", budget=64), call("kivi")

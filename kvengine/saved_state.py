@@ -186,12 +186,10 @@ class Reader:
             lane.tail.paged_slots = lane.alongside()
 
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
-        stack, saved = lane.stack, self.value(state["fields"])
+        saved = self.value(state["fields"])
         count = check_fields(saved)
-        pool = lane.new_pool()
-        at = pool.put(saved) if count else None
-        lane.pages = Pages(pool, len(lane.first), stack.page, stack.representation, stack.selection, self.device,
-                           self.joint(lane, state["joint"]), lane.retention.remembers, lane.inner)  # fmt: skip
+        lane.pages = lane.new_pages(self.joint(lane, state["joint"]))
+        at = lane.pages.pool.put(saved) if count else None
         set_attributes(lane.pages, self.value(state["own"]))
         check_pages(lane.pages, count)
         if not count:  # of rows whose pages others had, all columns are without one

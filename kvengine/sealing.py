@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvengine import answers
 from kvengine.compaction import fill_up, shed
-from kvengine.joint import join
+from kvengine.joint import Joint, join
 from kvengine.offload.placement import Site
 from kvengine.padding import Padded, over
 from kvengine.pages import Pages
@@ -158,20 +158,21 @@ class Sealing(Padded):
             self.beside.forget(self.tail)
             self.saw = None if self.saw is None else self.saw.told()  # it would keep what is replaced
         if self.pages is None:
-            s, rope = self.stack, self.session.rope
-            joined = None
-            if s.representation.joint and k is not None and position is not None:
-                joined = join(s.representation, rope, self.heads, k, position, self.seen)
-            rows, device = len(self.first), self.first.device
-            scored = self.retention.remembers
-            self.pages = Pages(
-                self.new_pool(), rows, s.page, s.representation, s.selection, device, joined, scored, self.inner
-            )
+            form, joined = self.stack.representation, None
+            if form.joint and k is not None and position is not None:
+                joined = join(form, self.session.rope, self.heads, k, position, self.seen)
+            self.pages = self.new_pages(joined)
         elif self.pages.joint is not None and k is not None and position is not None and new is not None:
             mine = k[new], position[new]
             more = join(self.stack.representation, self.session.rope, self.heads, *mine, self.seen)
             self.pages.joint = self.pages.joint.joined(more, new[:: self.heads])
         return self.pages
+
+    def new_pages(self, joined: Joint | None) -> Pages:
+        """Pages of this lane, in which nothing is yet but the keys that are kept jointly."""
+        s, rows = self.stack, len(self.first)
+        kinds = s.page, s.representation, s.selection, self.first.device
+        return Pages(self.new_pool(), rows, *kinds, joined, self.retention.remembers, self.inner)
 
     def new_pool(self) -> Pool:
         """A pool for this lane's pages, read by units where that saves bytes."""

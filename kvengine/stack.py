@@ -13,7 +13,7 @@ import torch
 from kvengine.errors import KernelError, PolicyError, UnknownPolicy, UnsupportedPolicy, unknown
 from kvengine.offload.placement import Placement
 from kvengine.offload.placement.device import Device
-from kvengine.policies import catalogue, load, name_of
+from kvengine.policies import catalogue, load, name_of, ours
 from kvengine.policies._budget import TOGETHER, check_budget, check_count, check_share
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.exact import Exact
@@ -25,7 +25,7 @@ from kvengine.policies.routing import Routing
 from kvengine.policies.routing.uniform import Uniform
 from kvengine.policies.selection import Selection
 from kvengine.policies.selection.all import All
-from kvengine.presets import PRESETS
+from kvengine.presets import PRESETS, call
 
 NAMED = "put its file where policies are looked for (KVENGINE_POLICIES, see CONTRIBUTING.md)"
 FORM = "write names joined by '+', and text in quotes, such as snapkv(budget=1024) + disk(folder='./pages')"
@@ -169,10 +169,23 @@ class Stack:
             )
 
     def within(self, retention: Retention) -> Stack:
-        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one."""
-        if not self.representation.joint or retention == self.retention:
+        """The stack of heads that a routing gives this retention: exact, where keys of all heads are kept as one.
+
+        Raises:
+            UnsupportedPolicy: it does not go with the other choices, or reads a prompt twice, which all heads do or none.
+        """
+        if retention == self.retention:
             return self
-        return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
+        if retention.replay is not None:
+            raise UnsupportedPolicy(
+                f"{name_of(retention)!r} reads the prompt a second time, for all heads or for none, but "
+                f"{name_of(self.routing)!r} gives it to some; make it the stack's retention"
+            )
+        if self.representation.joint:
+            return replace(self, retention=retention, representation=Dense(), selection=All(), placement=Device())
+        if not ours(type(self.routing).__module__):
+            replace(self, retention=retention)  # refused as any stack is
+        return self
 
     @staticmethod
     def of(choice: str | Stack) -> Stack:
@@ -224,9 +237,8 @@ def check_kind(axis: str, policy: object, interface: type[Any]) -> None:
 
 
 def spell(policy: Any, every: bool = False) -> str:
-    options = [f for f in fields(policy) if every or getattr(policy, f.name) != f.default]
-    chosen = {f.name: getattr(policy, f.name) for f in options}
-    return spelling(name_of(policy), chosen) if chosen else name_of(policy)
+    options = [f.name for f in fields(policy) if every or getattr(policy, f.name) != f.default]
+    return call(name_of(policy), **{name: getattr(policy, name) for name in options})
 
 
 def build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
@@ -235,10 +247,6 @@ def build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
         if option not in known:
             raise UnknownPolicy(unknown(f"option of {name}", option, known))
     return cls(**options)
-
-
-def spelling(name: str, options: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})"
 
 
 def expand(text: str) -> list[tuple[str, dict[str, Any], str]]:

@@ -23,7 +23,11 @@ from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, IncompatibleCache, ModelError, StoreError
 from kvengine.fingerprint import identity
 from kvengine.offload import stores
+from kvengine.policies.retention import Retention
+from kvengine.policies.retention.h2o import H2O
+from kvengine.policies.routing import Routing
 from kvengine.prefix import Prefix
+from kvengine.stack import Stack
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
@@ -431,12 +435,20 @@ def test_a_store_that_is_down_or_slow_means_computing(model: Any, tmp_path: Path
     reuse.store.close()
 
 
+class Learning(Routing):
+    """One head of a layer keeps what all queries of the prompt have looked at."""
+
+    def lanes(self, layer: int, layers: int, heads: int) -> list[tuple[tuple[int, ...], Retention | None]]:
+        return [((0,), H2O(budget=24)), (tuple(range(1, heads)), None)]
+
+
 def test_what_cannot_be_reused_or_stored(model: Any, tmp_path: Path) -> None:
     ids = prompt(100)
     reuse, _ = stored(model, tmp_path, ids)
     # By the attention of all queries, or of some anywhere; or later layers' keys follow from what was skipped.
     for judging in ("h2o(budget=24)", "zipcache(block=16)", "ashape(sinks=2, local=8)"):
         assert reuse.fetch(ids, judging).seen == 0
+    assert reuse.fetch(ids, Stack(routing=Learning())).seen == 0
     assert reuse.fetch(ids.expand(2, -1)).seen == 0  # chunks are of one sequence
     cache = kvengine.EngineCache(model, "snapkv(budget=24, window=6)")
     text(model, ids, cache)

@@ -122,16 +122,16 @@ def attend(
     call = Call(scale, kwargs.get("softcap"), None if sinks is None else sinks.view(layer.kv_heads(key), -1), named)
     if reads or layer.session.again is not None:  # a replay's passes know what they feed
         return layer.attend(query, call, None, stock).contiguous().to(asked), None
-    if query.shape[2] > 1 and not (attention_mask.plain or layer.asks_stock(query.shape[2]) or attention_mask.causal):
-        return special(
-            layer, stock, "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
-        ), None
-    turn = attention_mask.turns(layer.cache, query.shape[2])
-    hidden = attention_mask.hidden(query.shape[2], turn)
+    n = query.shape[2]
+    if n > 1 and not (attention_mask.plain or layer.asks_stock(n, attention_mask.valid(n)) or attention_mask.causal):
+        what = "a mask under which tokens see later ones (images, prefixes) or not all earlier ones"
+        return special(layer, stock, what), None
+    turn = attention_mask.turns(layer.cache, n)
+    hidden = attention_mask.hidden(n, turn)
     if hidden is not None:
         layer.cache.hide(hidden)
-    valid = attention_mask.valid(query.shape[2], layer.session.generating and not turn)
-    taking = None if query.shape[2] > 1 or turn else layer.session.taking(query.device)
+    valid = attention_mask.valid(n, layer.session.generating and not turn)
+    taking = None if n > 1 or turn else layer.session.taking(query.device)
     if taking is not None and layer.cache.fixed is None:  # a cache held still knows who pauses
         valid = taking
     return layer.attend(query, call, valid, stock).contiguous(), None

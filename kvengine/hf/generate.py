@@ -241,11 +241,7 @@ def read(
     whole.prefill_chunk_size = None
     for piece in input_ids[:, seen - total :].split(size, 1):
         seen += piece.shape[1]
-        names = [
-            name for name in ("attention_mask", "position_ids", "token_type_ids") if model_kwargs.get(name) is not None
-        ]
-        so_far = model_kwargs | {name: model_kwargs[name][..., :seen] for name in names}
-        found = stock(self, piece, whole, so_far, is_first_iteration=False)
+        found = stock(self, piece, whole, model_kwargs | parts.so_far(model_kwargs, seen), is_first_iteration=False)
     return found
 
 

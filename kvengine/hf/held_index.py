@@ -82,8 +82,7 @@ class HeldIndex:
 def there(layer: IndexedLayer, room: int) -> Bool[Tensor, "seq room"]:
     """Which numbers have a token that is no padding: no policy drops any here, so these are held, by each head."""
     lane = layer.cache.parts[0].lane
-    held = [lane.tail.position[:, lane.tail.span], *([] if lane.pages is None else [lane.pages.position])]
-    position = torch.cat(held, 1)[:: len(lane.first) // layer.cache.sequences].long()
+    position = lane.position[:: lane.heads].long()
     found = torch.zeros(len(position), room + 1, dtype=torch.bool, device=position.device)
     found.scatter_(1, position.masked_fill(position < 0, room), True)
     return found[:, :room].contiguous()

@@ -15,6 +15,7 @@ from kvengine import latent, readers
 from kvengine.cache import LayerCache, Stock
 from kvengine.errors import ModelError, UnsupportedPolicy
 from kvengine.gradients import watched
+from kvengine.resuming import singles
 from kvengine.session import Call, Session
 from kvengine.stack import Stack
 
@@ -186,10 +187,11 @@ class EngineLayer(CacheLayerMixin):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return latent.attend(module, query, torch.cat([held, nodes], 2), sees[None, None], scale)
 
-    def asks_stock(self, n: int) -> bool:
+    def asks_stock(self, n: int, valid: Bool[Tensor, "seq token"] | None) -> bool:
         """Whether the model's own attention will answer the next `n` queries: a prompt's, with everything still there."""
-        cache, exact = self.cache, self.stack.reads_prompts_exactly
-        return exact and cache.prompt_tokens(n) == n and (not cache.seen or cache.whole) and self.session.tree is None
+        cache, exact = self.cache, self.stack.reads_prompts_exactly and self.session.tree is None
+        whole = exact and cache.prompt_tokens(n) == n and (not cache.seen or cache.whole)
+        return whole and singles(cache, valid) is None  # beside such a sequence a prompt is read by the engine
 
     def kv_heads(self, key: Tensor) -> int:
         return int(self.incoming[0].shape[1] if self.incoming is not None else key.shape[1])

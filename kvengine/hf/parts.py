@@ -10,7 +10,7 @@ from the prompt's end, so that those of a padded row are the ones that it has al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -76,6 +76,11 @@ def announce(cache: EngineCache, size: int | None, total: int | None, drafting: 
     cache.announce(total, drafting=drafting)
 
 
+def so_far(model_kwargs: Mapping[str, Any], end: int) -> dict[str, Tensor]:
+    """What comes with every token of a text, of its first ones, up to `end`."""
+    return {name: model_kwargs[name][..., :end] for name in PLACED if model_kwargs.get(name) is not None}
+
+
 def read(
     whole: Callable[..., Any],
     model: Any,
@@ -111,7 +116,6 @@ def read(
     for end in ends(cache.seen, total, size):
         cache.announce(end)
         part = input_ids[:, cache.seen - total : end - total or None]
-        so_far = {name: model_kwargs[name][..., :end] for name in PLACED if model_kwargs.get(name) is not None}
-        found = whole(part, generation_config, model_kwargs | so_far, *args, **kw)
+        found = whole(part, generation_config, model_kwargs | so_far(model_kwargs, end), *args, **kw)
         args, kw = (), {"is_first_iteration": False}
     return found

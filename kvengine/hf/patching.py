@@ -151,9 +151,8 @@ def record_by_itself(model: PreTrainedModel, record: Record, fuse: bool) -> None
         setattr(part, RECORDING, state.methods[-1])
 
 
-def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
+def enter_model(model: PreTrainedModel, stack: Stack) -> None:
     """Let the engine's attention in, under a stack."""
-    check_model(model)
     text = model.config.get_text_config(decoder=True)
     modules = attention_modules(model, text)
     check_attention(model, text, modules)
@@ -169,7 +168,7 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
     rope_for(stack, model, state.chosen.known)
     if STATE in vars(model) and text._attn_implementation == NAME:
         state.chosen.stack = stack
-        return model
+        return
     unpatch(model)
     channels = check_modules(model, text, modules)
     check_stack(stack, text, channels)
@@ -191,7 +190,6 @@ def enter_model(model: PreTrainedModel, stack: Stack) -> PreTrainedModel:
         setattr(part, STATE, state)
     # Last, as a pass of another thread may be under way. Of this part alone: others (vision, a second decoder) have no hooks.
     text._attn_implementation_internal = NAME
-    return model
 
 
 def unpatch(model: PreTrainedModel) -> PreTrainedModel:

@@ -127,7 +127,20 @@ def parted(given: dict[str, Any], begin: int, first: int, end: int) -> dict[str,
             out[name] = given[name][..., first:end]
     if isinstance(mask, Tensor) and mask.ndim == 2:
         out[MASK] = mask[:, : begin + end]
+    elif mask is not None:  # made before this part runs: behind a prompt comes text, of which the part makes its own
+        out[MASK] = padding(mask) if first else first_of(mask, end)
     return out
+
+
+def first_of(mask: Any, tokens: int) -> Any:
+    """A rule, or one for each kind of layer, for the first of the tokens that it was made for."""
+    if isinstance(mask, dict):
+        return {kind: first_of(x, tokens) for kind, x in mask.items()}
+    if not isinstance(mask, LazyMask):
+        return mask
+    rule = mask.kwargs
+    fewer = {"q_length": tokens, "kv_length": rule["kv_length"] - rule["q_length"] + tokens}
+    return type(mask)(rule | fewer)
 
 
 def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, names: list[str]) -> Any:
@@ -163,8 +176,7 @@ def over(module: Any, cache: EngineCache, output: Any, names: list[str]) -> Any:
 
 def followed(module: Any, output: Any, rest: dict[str, Any]) -> Any:
     """What a model says of a pass's first tokens, with what it says of the rest, which it is given now."""
-    made = rest[VECTORS] if rest.get(IDS) is None else rest[IDS]
-    return together(output, Context().run(partial(module, **rest)), len(made))
+    return together(output, Context().run(partial(module, **rest)), len(made_of(rest)))
 
 
 def together(first: Any, second: Any, rows: int) -> Any:

@@ -93,14 +93,19 @@ def frequencies_of(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def declared(text: Any) -> list[dict[str, Any]]:
+    """The rotations of a text model's configuration: one for all layers, or one for each kind of these."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [x for x in (rope, *rope.values()) if isinstance(x, dict)]
+
+
 def turning_point(model: nn.Module, *kinds: str) -> int | None:
     """Tokens of the longest text that has the first of several rotations, if the model's is one of these kinds; else None.
 
     "longrope" has another for all longer texts, "dynamic" one for each length.
     """
     text = cast(Any, model).config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    known = [x for x in (rope, *rope.values()) if isinstance(x, dict) and x.get("rope_type") in kinds]
+    known = [x for x in declared(text) if x.get("rope_type") in kinds]
     # A dynamic one is reset by texts shorter than that.
     found = [
         x.get("original_max_position_embeddings") if x["rope_type"] == LONG else text.max_position_embeddings - 1

@@ -203,11 +203,7 @@ class Echo(Session):
 
 def kept(cache: EngineCache, layer: int) -> Int[Tensor, "row chosen"]:
     """The positions of the tokens that a layer holds, in order; -1 before them in rows that hold fewer."""
-    lane = follower(cache, layer).cache.parts[0].lane
-    position = lane.tail.held()[2]
-    if lane.pages is not None:
-        position = torch.cat([lane.pages.position, position], 1)
-    return position.sort(1).values
+    return follower(cache, layer).cache.parts[0].lane.position.sort(1).values
 
 
 def standing(heard: Heard, fresh: int) -> Heard:

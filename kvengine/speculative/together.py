@@ -26,8 +26,8 @@ from kvengine.hf.cache import EngineCache
 from kvengine.hf.cross import engine_layers
 from kvengine.hf.layer import EngineLayer
 from kvengine.hf.names import CACHE
+from kvengine.hf.rope import DYNAMIC, LONG, declared
 from kvengine.hf.states import beyond_tokens
-from kvengine.readers import sources
 from kvengine.session import Call
 from kvengine.session import Session as Shared
 from kvengine.speculative.clock import Watch, now, plus
@@ -90,11 +90,8 @@ def packs(model: Any) -> bool:
     (mRoPE): such models run row by row. So do those that pass over where their tokens stand (`Session.placed`).
     """
     config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", "default"))
-    plain = kind not in ("dynamic", "longrope") and "mrope_section" not in rope
-    tokens = all(engine_layers(config)) and not beyond_tokens(config)
-    return plain and not (latent.configured(config) or sources(config)) and tokens
+    plain = not any(x.get("rope_type") in (DYNAMIC, LONG) or "mrope_section" in x for x in declared(config))
+    return plain and not latent.configured(config) and all(engine_layers(config)) and not beyond_tokens(config)
 
 
 @torch.no_grad()

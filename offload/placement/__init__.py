@@ -117,10 +117,11 @@ def check_known(policy: object, wanted: tuple[str, ...], fields: tuple[str, ...]
             )
 
 
-def divide(like: Mapping[str, Tensor], wanted: tuple[str, ...]) -> tuple[Fields, Fields]:
-    """The fields to move (no name: all of them), and those that stay."""
+def divide(like: Mapping[str, Tensor], wanted: tuple[str, ...]) -> tuple[Fields, list[Shelf]]:
+    """The fields to move (no name: all of them), and a shelf on the compute device for those that stay, if any do."""
     moved = {name: x for name, x in like.items() if not wanted or name in wanted}
-    return moved, {name: x for name, x in like.items() if name not in moved}
+    stay = {name: x for name, x in like.items() if name not in moved}
+    return moved, [Flat(stay, None, "device")] if stay else []
 
 
 class TensorStore:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvengine.errors import PolicyError
-from kvengine.offload.placement import Flat, Placement, Shelf, Site, check_known, check_names, divide
+from kvengine.offload.placement import Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import Layout, Level, memory, room
 from kvengine.offload.placement._tiered import Tiered
 from kvengine.policies._budget import check_text
@@ -53,11 +53,10 @@ class Disk(Placement):
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
         from kvengine.offload.placement._file import File  # not on every system
 
-        moved, stay = divide(like, self.fields)
+        moved, here = divide(like, self.fields)
         layout = Layout.of(moved)
         levels: list[Level] = memory(moved, layout, site, self.device, self.host)
         levels.append(File(layout, self.folder, room(self.disk, layout, site), site.ahead.swept))
-        here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
         return [*here, Tiered(moved, levels, site)]
 
     def check(self, fields: tuple[str, ...]) -> None:

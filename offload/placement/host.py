@@ -24,7 +24,7 @@ from kvengine.kernels.streams import side_stream
 from kvengine.offload.placement import Fields, Flat, Held, Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import UNLIMITED, Level, Memory
 from kvengine.offload.placement._tiered import Tiered
-from kvengine.policies._budget import check_choice
+from kvengine.policies._budget import check_choice, tokens
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,11 @@ class Host(Placement):
         check_choice(self, keep=(self.keep, ("previous", "lru")))
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
-        moved, stay = divide(like, self.fields)
-        here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
+        moved, here = divide(like, self.fields)
         cpu = torch.device("cpu")
         if not self.resident:
             return [*here, Fetched(moved)]
-        tokens = self.resident if isinstance(self.resident, int) else int(self.resident * site.prompt)
-        slots = max(1, tokens // site.piece)
+        slots = max(1, tokens(self.resident, site.prompt) // site.piece)
         if self.keep == "previous":
             return [*here, Recalled(moved, site.rows, slots)]
         room = site.rows * slots

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvengine.errors import PolicyError, StoreError
-from kvengine.offload.placement import Flat, Placement, Shelf, Site, check_known, check_names, divide
+from kvengine.offload.placement import Placement, Shelf, Site, check_known, check_names, divide
 from kvengine.offload.placement._levels import Layout, Level, memory, room
 from kvengine.offload.placement._remote import Remote as Values
 from kvengine.offload.placement._tiered import Tiered
@@ -72,7 +72,7 @@ class Remote(Placement):
             raise PolicyError(f"Remote: ttl={self.ttl!r} must be a positive number of seconds")
 
     def open(self, like: Mapping[str, Tensor], site: Site) -> list[Shelf]:
-        moved, stay = divide(like, self.fields)
+        moved, here = divide(like, self.fields)
         layout = Layout.of(moved)
         levels: list[Level] = memory(moved, layout, site, self.device, self.host)
         if self.disk and (pages := room(self.disk, layout, site)):
@@ -80,7 +80,6 @@ class Remote(Placement):
 
             levels.append(File(layout, self.folder, pages, site.ahead.swept))
         levels.append(Values(layout, site.ahead.backend(self.url), room(self.remote, layout, site), self.ttl))
-        here: list[Shelf] = [Flat(stay, None, "device")] if stay else []
         return [*here, Tiered(moved, levels, site)]
 
     def check(self, fields: tuple[str, ...]) -> None:

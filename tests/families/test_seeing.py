@@ -182,6 +182,22 @@ def test_a_prompt_may_come_in_chunks(name: str) -> None:
     assert torch.equal(run(kvengine.patch(model, "quest(budget=500)"), batch, prefill_chunk_size=7).sequences, want)
 
 
+def test_a_chunk_of_a_later_turn_is_told_of_which_kind_its_own_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine makes the chunks, as for transformers before 5.21, each was told those of the text's last tokens."""
+    monkeypatch.setattr("kvengine.hf.generate.CHUNKS", (99, 0))
+    model, said = kvengine.patch(build("qwen2_vl"), "full"), list[int]()
+    found = run(model, {"input_ids": words(10, 3)[None]}, 3)
+    text = torch.cat([found.sequences, words(9, 5)[None]], 1)
+    kinds = torch.arange(text.shape[1])[None]
+
+    def told_of(module: Any, args: Any, given: dict[str, Any]) -> None:
+        said.extend(given["mm_token_type_ids"][0, -given["input_ids"].shape[1] :].tolist())
+
+    model.register_forward_pre_hook(told_of, with_kwargs=True)
+    run(model, {"input_ids": text, "mm_token_type_ids": kinds}, 1, cache=found[CACHE], prefill_chunk_size=4)
+    assert said == list(range(12, 22))
+
+
 AXES = [
     "qwen2_vl",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_5")),
@@ -294,6 +310,30 @@ def test_words_are_read_in_parts_and_images_are_not(name: str) -> None:
     batch, _ = shown(name, [1, 1])
     with pytest.raises(ModelError, match="judge_every=7 has tokens read in parts, but not '.*without judge_every"):
         model.generate(**batch, **options)
+
+
+def test_no_image_comes_beside_a_row_that_goes_on_with_one_token() -> None:
+    """An image's tokens see each other, and beside such a row, under a policy that judges, the engine reads what comes."""
+    model, ids = kvengine.patch(build("gemma3"), "snapkv(budget=500)"), torch.stack([words(8, 1), words(8, 2)])
+    found, (view, (tokens,)) = run(model, told("gemma3", ids, torch.ones_like(ids)), 2), SIGHTS["gemma3"].see(1, 3)
+    more = torch.cat([torch.full((tokens,), SIGHTS["gemma3"].token), words(2, 3)])
+    so_far = torch.cat([found.sequences, torch.stack([torch.zeros_like(more), more])], 1)
+    mask = torch.ones_like(so_far)
+    mask[0, -len(more) :] = 0  # the last word of its answer is all that is new
+    with pytest.raises(UnsupportedPolicy, match="tokens see later ones"):
+        run(model, told("gemma3", so_far, mask) | view, cache=found[CACHE])
+
+
+def test_a_first_draft_waits_for_a_replay_also_where_masks_are_made_ahead() -> None:
+    """Gemma 3 makes those of its text part; that of the whole pass was given to each of its two parts."""
+    model, (view, (tokens,)) = (
+        kvengine.patch(build("gemma3"), "kvzip(budget=14, chunk=8, carry=2)"),
+        SIGHTS["gemma3"].see(1, 3),
+    )
+    text = words(12, 3)
+    ids = torch.cat([text, torch.full((tokens,), SIGHTS["gemma3"].token), text[:5]])[None]
+    inputs = told("gemma3", ids, torch.ones_like(ids)) | view
+    assert torch.equal(run(model, inputs, prompt_lookup_num_tokens=3).sequences, run(model, inputs).sequences)
 
 
 def test_a_recorded_step_takes_no_images() -> None:

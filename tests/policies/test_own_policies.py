@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from support import llama
 import kvengine
 from kvengine import policies
 from kvengine.cache import LayerCache
-from kvengine.errors import CacheError, PolicyError, UnknownPolicy
+from kvengine.errors import CacheError, PolicyError, UnknownPolicy, UnsupportedPolicy
 from kvengine.evals.policies import arms
 from kvengine.policies import ours
 from kvengine.policies.prefill import Prefill
@@ -237,6 +237,25 @@ def test_a_prefill_that_is_wrong_is_told_which_method(model: Any, mistake: str) 
 def test_a_routing_that_is_wrong_is_told(model: Any, mistake: str) -> None:
     groups, message = ROUTINGS[mistake]
     told(model, "routing", lambda: of(Routing, lanes=lambda s, layer, layers, heads: groups), message)
+
+
+@pytest.mark.parametrize(
+    ("retention", "rest", "message"),
+    [
+        ("d2o(budget=24)", "kivi", "'d2o' rewrites tokens that it keeps while decoding, but 'kivi'"),
+        ("h2o(budget=24)", "quest", "'h2o' counts the attention .* but 'quest' reads only some"),
+        ("kvzip(budget=24)", "full", "'kvzip' reads the prompt a second time, .* gives it to some"),
+    ],
+)
+def test_a_retention_of_some_heads_is_refused_as_that_of_all(
+    model: Any, retention: str, rest: str, message: str
+) -> None:
+    """It ended in an error of torch in the midst of an answer, or in a cache that had broken off."""
+    groups = [((0,), None), ((1,), Stack.parse(retention).retention)]
+    routing = of(Routing, lanes=lambda s, layer, layers, heads: groups)
+    with kvengine.patched(model, replace(Stack.parse(rest), routing=routing)):
+        with pytest.raises(UnsupportedPolicy, match=message):
+            model.generate(IDS, max_new_tokens=20, do_sample=False)
 
 
 def test_heads_of_a_group_may_be_named_in_any_order() -> None:

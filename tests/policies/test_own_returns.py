@@ -17,6 +17,7 @@ from kvengine.policies.prefill import Choice, Prefill
 from kvengine.policies.representation import Representation
 from kvengine.policies.retention import Retention
 from kvengine.policies.selection import Selection
+from kvengine.speculative.echo import Refresh
 from kvengine.speculative.triforce import TriForce
 
 IDS = torch.arange(3, 103)[None].repeat(2, 1)
@@ -216,6 +217,28 @@ def test_what_a_selection_keeps_beside_is_counted_where_it_has_bytes(model: Any)
         decoder = TriForce(model, middle=stack)
         decoder.generate(IDS[:1], max_new_tokens=8, do_sample=False)
         assert "key" not in str(decoder.report)
+
+
+def test_a_view_looks_at_what_a_selection_remembers_and_lends_it_as_pages_do(model: Any) -> None:
+    """It took whatever was said of units, and what a choice had taken out or turned round was so at the next."""
+
+    def select(s: Any, q: Tensor, summary: dict[str, Tensor], alive: Tensor, at: Any) -> Tensor:
+        held = summary.pop("mean").transpose_(1, 2)
+        return (q @ held).amax(1).masked_fill(~alive, -torch.inf).topk(2).indices
+
+    def draft(**methods: Any) -> Tensor:
+        stack = kvengine.Stack(
+            selection=of(Selection, unit=4, reads=32, **{"summarise": mean, "select": select} | methods)
+        )
+        decoder = TriForce(model, middle=stack, refresh=Refresh(every=1))
+        return decoder.generate(IDS[:1], max_new_tokens=20, do_sample=False)
+
+    with kvengine.patched(model):
+        assert torch.equal(draft(), model.generate(IDS[:1], max_new_tokens=20, do_sample=False))
+        with pytest.raises(
+            PolicyError, match=r"Mine\.summarise \('mean'\) returned float32 \[16\], .* units as the first axis"
+        ):
+            draft(summarise=lambda s, k, v: {"mean": k.mean((0, 1))})
 
 
 def test_a_policy_of_a_script_goes_by_the_name_of_its_class() -> None:

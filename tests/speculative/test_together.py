@@ -243,6 +243,9 @@ def test_so_are_rotations_that_a_passs_other_tokens_would_change(more: dict[str,
     assert packs(SimpleNamespace(config=config))
     config.rope_parameters = {"rope_theta": 1e4, **more}
     assert not packs(SimpleNamespace(config=config))
+    # Of models that rotate each kind of layers in its own way.
+    config.rope_parameters = {"full_attention": {"rope_theta": 1e4, **more}}
+    assert not packs(SimpleNamespace(config=config))
 
 
 def test_one_pass_for_all_says_what_one_for_each_says(target: Any) -> None:

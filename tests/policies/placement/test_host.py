@@ -10,7 +10,9 @@ from kvengine.errors import PolicyError
 from kvengine.kernels import fetch_pages
 from kvengine.kernels.state import State
 from kvengine.lane import Lane
+from kvengine.offload.placement import Site
 from kvengine.offload.placement.host import Fetched, Host
+from kvengine.policies._budget import tokens
 from kvengine.stats import measure
 
 
@@ -63,6 +65,13 @@ def test_some_fields_may_stay() -> None:
 def test_fields_are_a_tuple_of_names() -> None:
     with pytest.raises(PolicyError, match="must be a tuple of field names"):
         Host(fields="v")  # type: ignore[arg-type]
+
+
+def test_a_fraction_of_the_prompt_is_what_a_selections_budget_makes_of_it() -> None:
+    """As floats 0.29 * 800 is less than 232: of 29 units that `landmarks(budget=0.29)` may read, 28 stayed."""
+    like, site = {"v": torch.zeros(1, 8, 4)}, Site(prompt=800, piece=8)
+    assert Host(resident=0.29).open(like, site)[0].slots == tokens(0.29, 800) // 8 == 29  # type: ignore[attr-defined]
+    assert Host(resident=0.29, keep="lru").open(like, site)[0].levels[0].capacity == 29  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("fetched")
