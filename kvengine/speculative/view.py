@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import answers, attending
+from kvengine import attending, page_answers
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf.cache import EngineCache
@@ -107,7 +107,7 @@ class LayerView:
             stamps=lambda: np.arange(units // step)[None].repeat(rows, 0),
         )  # fmt: skip
         alive = torch.ones(rows, units, dtype=torch.bool, device=k.device)
-        chosen = answers.units(choice, choice.select(q, self.summary, alive, where), everything, units)
+        chosen = page_answers.chosen(choice, q, dict(self.summary), alive, where)
         if chosen is None:
             return everything
         chosen = chosen.sort(1).values
@@ -121,8 +121,7 @@ class LayerView:
         if new <= 0:
             return
         part = k[:, self.summarised * unit : units * unit].unflatten(1, (new, unit)).flatten(0, 1)
-        found = self.stack.selection.summarise(part, torch.ones(part.shape[:2], dtype=torch.bool, device=k.device))
-        for name, x in found.items():
+        for name, x in page_answers.summary(self.stack.selection, part, None, 1, self.summary).items():
             x = x.unflatten(0, (len(k), new))
             self.summary[name] = torch.cat([self.summary[name], x], 1) if name in self.summary else x
         self.summarised = units
