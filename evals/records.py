@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample
+from kvengine.offload.stores.filesystem import FileSystem
 
 Row = dict[str, Any]
 
@@ -121,12 +122,15 @@ class Journal:
                 "where it is now"
             )
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        new, files = not self.path.exists(), FileSystem()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             alone(file)
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
+        if new:  # its name, and that of its folder
+            files.sync_folder(self.path.parent), files.sync_folder(self.path.parent.parent)
         self._remember(rows)
 
     def _remember(self, rows: Iterable[Row]) -> None:

@@ -112,6 +112,24 @@ def version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def ask(policy: object, method: str, *given: Any) -> Any:
+    """What a method says of what it is given, of which the caller's own writes into nothing; to give that another shape in place
+    is no harm. Raises PolicyError."""
+    run = getattr(policy, method)
+    if ours(type(policy).__module__):
+        return run(*given)
+    lent = [x for one in given for x in (one.values() if isinstance(one, dict) else (one,)) if isinstance(x, Tensor)]
+    before = [(version(x), x.shape, x.stride()) for x in lent]
+    found = run(*given)
+    for x, (written, *form) in zip(lent, before, strict=True):
+        if version(x) != written and [x.shape, x.stride()] == form:
+            raise PolicyError(
+                f"{type(policy).__name__}.{method} wrote into what it was given, {shown(x)}, which may be the cache's: write "
+                "into a .clone()"
+            )
+    return found
+
+
 def by_age(seen: Seen) -> tuple[Seen, Int[Tensor, "row token"] | None]:
     """What a method sees at a prompt's end, oldest token first, and the slots in that order; None: they lie so.
 
@@ -226,6 +244,32 @@ def within(retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"] | N
         )
 
 
+def of_kind(policy: object, method: str, found: Any, *kinds: type[Any]) -> Any:
+    """What is an object of one of these classes, or None. Raises PolicyError."""
+    if found is not None and not isinstance(found, kinds):
+        raise refuse(policy, method, found, f"a {', or a '.join(kind.__qualname__ for kind in kinds)}, or None")
+    return found
+
+
+def due(retention: Retention, seen: Sequence[Seen]) -> Bool[Tensor, "sequence"]:
+    """`Retention.due`. Raises PolicyError."""
+    found: Any = retention.due(seen)
+    sequences = len(seen[0].first) // seen[0].heads
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or list(found.shape) != [sequences]:
+        raise refuse(retention, "due", found, f"bool [{sequences}], one for each sequence")
+    return found
+
+
+def shift(
+    retention: Retention, position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
+) -> Int[Tensor, "row token"] | None:
+    """`Retention.shift`. Raises PolicyError."""
+    found: Any = ask(retention, "shift", position, first)
+    if found is not None and (not isinstance(found, Tensor) or found.shape != position.shape):
+        raise refuse(retention, "shift", found, f"whole numbers {list(position.shape)}, one for each slot, or None")
+    return found
+
+
 def folded(
     retention: Retention, seen: Seen, keep: Bool[Tensor, "row token"], dims: Sequence[int]
 ) -> tuple[Float[Tensor, "row token dim"], Float[Tensor, "row token dim_v"]]:
@@ -279,7 +323,7 @@ def exact(
     selection: Selection, k: Tensor, position: Int[Tensor, "row token"], prompt: Int[Tensor, "row"]
 ) -> Bool[Tensor, "row token"] | None:
     """`Selection.exact`. Raises PolicyError."""
-    found: Any = selection.exact(k, position, prompt)
+    found: Any = ask(selection, "exact", k, position, prompt)
     if found is not None and (
         not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != position.shape
     ):
@@ -287,39 +331,11 @@ def exact(
     return found
 
 
-def units(selection: Selection, found: Any, first: Int[Tensor, "row"], most: int) -> Int[Tensor, "row chosen"] | None:
-    """What `Selection.select` returned: units of each row, of which there are `most`. Raises PolicyError."""
-    if found is None:
-        return None
-    wanted = f"int32 or int64 [{len(first)}, chosen]: units from 0 to {most - 1}, or -1; or None"
-    right = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.ndim == 2
-    if not right or len(found) != len(first):
-        raise refuse(selection, "select", found, wanted)
-    here(selection, "select", found, first)
-    if found.is_cpu and found.numel() and not ours(selection.__class__.__module__):
-        some = found.sort(1).values
-        for wrong in (int(some[:, -1].max()), int(some[:, 0].min())):
-            if not -1 <= wrong < most:
-                raise PolicyError(f"{type(selection).__name__}.select returned unit {wrong}, expected {wanted}")
-        twice = (some[:, 1:] == some[:, :-1]) & (some[:, 1:] >= 0)
-        if bool(twice.any()):
-            raise PolicyError(
-                f"{type(selection).__name__}.select returned unit {int(some[:, 1:][twice][0])} twice in a row, whose tokens "
-                f"would count twice; expected {wanted}, each once"
-            )
-    return found
-
-
 def visible(
     prefill: Prefill, query: Int[Tensor, "query"], position: Int[Tensor, "row token"], first: Int[Tensor, "row"]
 ) -> Bool[Tensor, "row query token"] | None:
     """`Prefill.visible`. Raises PolicyError."""
-    before = version(position)
-    found: Any = prefill.visible(query, position, first)
-    if version(position) != before:
-        raise PolicyError(
-            f"{type(prefill).__name__}.visible wrote into position, which is the cache's: write into a .clone()"
-        )
+    found: Any = ask(prefill, "visible", query, position, first)
     shape = (len(position), len(query), position.shape[1])
     if found is None:
         return None

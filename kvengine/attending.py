@@ -159,7 +159,7 @@ def _chosen(
     whole = by_slot(q[:, :, some:], k, v, place, True, *call.constants) if some < q.shape[2] else None
     if whole is not None and not some:
         return whole
-    found = prefill.choose(q.detach(), k.detach(), call.scale, call.softcap)
+    found = answers.ask(prefill, "choose", q.detach(), k.detach(), call.scale, call.softcap)
     spans, block, columns = answers.choice(prefill, found, q, some, tokens)
     lead, held = before % block, before + some  # blocks begin before the queries
     k, v = (x[:, :held] if columns is None else torch.cat([_taken(x, columns), x[:, :held]], 1) for x in (k, v))

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvengine import answers, named
+from kvengine import named, page_answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.state import State
 from kvengine.pages import Pages
-from kvengine.policies import ours
 from kvengine.policies._budget import Budget, tokens, tokens_by_row
 from kvengine.policies.selection import Where, logits
 from kvengine.session import Call
@@ -98,10 +97,6 @@ class Choosing(Verdicts):
         visible = self.visible(self.newest(q.shape[2]), position, False) & named.among(asked, position, self.numbered)
         return attention(q, k, v, visible, call.scale, softcap=call.softcap, wait=True)
 
-    def lent(self, asks: Tensor) -> Tensor:
-        """The queries as a selection is given them: one of the caller's own may write into what attention is about to read."""
-        return asks if ours(type(self.stack.selection).__module__) else asks.clone()
-
     def choose(
         self, pages: Pages, asks: Tensor, call: Call, budget: Budget, most: int, even: bool
     ) -> Int[Tensor, "row chosen"] | None:
@@ -109,8 +104,7 @@ class Choosing(Verdicts):
         by_row = partial(tokens_by_row, budget, self.prompt_length)
         counts = lambda: ((by_row() - self.open()) // selection.unit).clamp(min=1)  # noqa: E731
         where = self.where(pages, call, counts, most, even)
-        chosen = selection.select(self.lent(asks), pages.summary, pages.alive, where)
-        return answers.units(selection, chosen, self.first, pages.units)
+        return page_answers.chosen(selection, asks, pages.summary, pages.alive, where)
 
     def where(self, pages: Pages, call: Call, counts: Callable[[], Tensor], most: int, even: bool) -> Where:
         return Where(

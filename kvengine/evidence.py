@@ -28,8 +28,9 @@ class Evidence(Recall):
 
     def banded(self) -> tuple[bool, Band | None]:
         """Whether slots tell which tokens a prompt's queries see, and the band that does; None: all up to their own."""
-        band = self.stack.prefill.band(self.first)
-        return (self.whole and band is not None) or type(self.stack.prefill).visible is Prefill.visible, band
+        prefill = self.stack.prefill
+        band = answers.of_kind(prefill, "band", prefill.band(self.first), Band)
+        return (self.whole and band is not None) or type(prefill).visible is Prefill.visible, band
 
     def visible(
         self, at: Int[Tensor, "query"], position: Int[Tensor, "row token"], prompt: bool
@@ -51,7 +52,8 @@ class Evidence(Recall):
         """Keep of a prompt chunk what the retention will want at the prompt's end."""
         at = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
         real = torch.ones_like(at, dtype=torch.bool).expand(len(q), -1) if valid is None else valid
-        self.retention.watch(self.notes, q, torch.where(real, at - self.first[:, None], -1), self.session.rope)
+        place = torch.where(real, at - self.first[:, None], -1)
+        answers.ask(self.retention, "watch", self.notes, q, place, self.session.rope)
         if wanted := self.retention.observes:
             found = q if self.window is None else behind(self.window, q, valid)
             # Not a view: it would hold all queries of the chunk for as long as other layers, or other chunks, are read.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import answers
+from kvengine import page_answers
 from kvengine.kernels.attention import attention
 from kvengine.kernels.put_token import Limit, put_token
 from kvengine.kernels.state import State
@@ -173,8 +173,7 @@ class FixedLane(Lane):
         if (isinstance(selection.reads, int) or not self.padded) and (budget - most) // unit >= pages.units:
             return None
         where = self.where(pages, call, lambda: limit.units, max(1, (budget - least) // unit), False)
-        chosen = selection.select(self.lent(q[:, :, 0]), pages.summary, pages.alive, where)
-        return answers.units(selection, chosen, self.first, pages.units)
+        return page_answers.chosen(selection, q[:, :, 0], pages.summary, pages.alive, where)
 
     def seal(self) -> None:
         """Not here: `advance` seals."""

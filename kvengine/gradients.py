@@ -1,7 +1,8 @@
 """Gradients through a cache: right, or refused by the backward pass that would need what is lost.
 
 A pass with gradients reads keys and values that the cache goes on writing into, and what the cache quantises or moves
-away keeps no way back to what it was made of. Torch would name an in-place operation, or say nothing.
+away keeps no way back to what it was made of. Torch would name an in-place operation, or say nothing. Derivatives that go
+forward with a pass (`torch.func.jvp`) are refused by it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kvengine.errors import CacheError
 from kvengine.offload.placement import Flat
@@ -30,6 +32,12 @@ DO = (
 def live(*given: Tensor) -> bool:
     """Whether gradients of what is computed from these may be asked for."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def tangents(*given: Tensor) -> bool:
+    """Whether these carry derivatives of forward mode (`torch.func.jvp`, dual tensors), of which kernels know nothing."""
+    inside = forward_ad._current_level >= 0  # one look at a number for each layer of a decoded token
+    return inside and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def passes(pages: Pages) -> bool:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvengine import page_answers
 from kvengine.errors import UnsupportedPolicy
 from kvengine.kernels.dispatch import chosen
 from kvengine.kernels.lowrank_attention import fits, lowrank_attention
@@ -72,7 +73,7 @@ class Joint:
     def keys(self, position: Int[Tensor, "row token"]) -> Float[Tensor, "row token dim"]:
         """The keys at these positions, rotated; anything where the position is -1."""
         at = self.home(position).clamp(min=0).long()
-        return narrowed(self.rope.turn(self.representation.keys(self.fields, at), at), self.dtype)
+        return narrowed(self.rope.turn(page_answers.keys(self.representation, self.fields, at), at), self.dtype)
 
     def reader(self) -> tuple[Callable[..., State], Fields] | None:
         """What attends on a GPU as `attend` does, and the tensors of ours that it reads; None where others would have to be made
@@ -146,7 +147,7 @@ def join(
         at = torch.where(where >= 0, where, seen).long()[..., None].expand_as(flat)  # `seen` is cut off
         placed.scatter_(1, *(x.unflatten(0, (-1, heads)).transpose(1, 2) for x in (at, flat)))
     with torch.autocast(k.device.type, enabled=False):  # as with pages
-        joined = representation.join(placed[:, :seen].transpose(1, 2))
+        joined = page_answers.joined(representation, placed[:, :seen].transpose(1, 2))
     fields = {name: x.to(k.dtype) for name, x in joined.items()}
     rope = Rope(rope.frequency.to(k.device), rope.interleaved)  # for every step that turns: no recording copies it
     return Joint(representation, rope, heads, k.dtype, fields)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import attending, named
+from kvengine import answers, attending, named
 from kvengine.errors import CacheError
 from kvengine.gradients import live, watched
 from kvengine.kernels.attention import attention
@@ -234,7 +234,7 @@ class Lane(Quick):
         r = self.retention
         if self.whole or type(r).shift is Retention.shift or not r.needs_rope:
             return None
-        return self.retention.shift(self.position, self.first)
+        return answers.shift(r, self.position, self.first)
 
     def open_slots(self) -> tuple[Tensor, Tensor]:
         """The tail's keys as they are to be read, and its values."""

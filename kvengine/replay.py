@@ -48,7 +48,7 @@ def judge_together(session: Session) -> None:
     """
     lanes, seen = those_waiting(session), [seen for _, seen, _ in session.waiting]
     if session.due is None and lanes[0].retention.replay is not None:
-        due, idle = lanes[0].retention.due(seen), lanes[0].idle
+        due, idle = answers.due(lanes[0].retention, seen), lanes[0].idle
         due = due if idle is None else due & ~idle[:: lanes[0].heads]
         if bool(due.any()):
             session.due = due

@@ -6,6 +6,7 @@ import ast
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from inspect import getattr_static, isfunction
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from kvengine.errors import KernelError, PolicyError, UnknownPolicy, Unsupported
 from kvengine.offload.placement import Placement
 from kvengine.offload.placement.device import Device
 from kvengine.policies import catalogue, load, name_of, ours
-from kvengine.policies._budget import TOGETHER, check_budget, check_count, check_share
+from kvengine.policies._budget import TOGETHER, check_budget, check_count, check_share, check_text
 from kvengine.policies.prefill import Prefill
 from kvengine.policies.prefill.exact import Exact
 from kvengine.policies.representation import Representation
 from kvengine.policies.representation.dense import Dense
-from kvengine.policies.retention import Retention
+from kvengine.policies.retention import Replay, Retention
 from kvengine.policies.retention.full import Full
 from kvengine.policies.routing import Routing
 from kvengine.policies.routing.uniform import Uniform
@@ -71,6 +72,9 @@ class Stack:
         r, s = self.retention, self.selection
         if type(r).shift is not Retention.shift and type(r).needs_rope is Retention.needs_rope:
             raise PolicyError(f"{name_of(r)!r} turns keys (`shift`), so its `needs_rope` must say that it does")
+        if self.representation.joint and not self.representation.needs_rope:
+            form = name_of(self.representation)
+            raise PolicyError(f"{form!r} keeps keys before their rotation (`joint`), so its `needs_rope` must be True")
         self.check_layers(1)
         if r.remerges and not self.representation.lossless:
             raise UnsupportedPolicy(
@@ -126,9 +130,11 @@ class Stack:
         r, form, s = self.retention, self.representation, self.selection
         check_count(self.prefill, whole=self.prefill.whole)
         check_count(r, observes=r.observes)
+        check_told(r)
         check_count(form, least=1, most=TOGETHER, multiple=form.multiple)
         check_count(form, room=form.room)
         check_share(form, probes=form.probes)
+        check_text(form, codec=form.codec)
         check_count(s, least=1, unit=s.unit)
         check_count(s, room=s.room)
         if s.reads is not None:
@@ -234,6 +240,38 @@ def check_kind(axis: str, policy: object, interface: type[Any]) -> None:
     if not isinstance(policy, interface):
         what = f"the class {policy.__name__}: call it" if isinstance(policy, type) else repr(policy)
         raise PolicyError(f"{axis} takes an object of a class derived from {interface.__name__}, got {what}")
+    if ours(type(policy).__module__):
+        return
+    for name, theirs in vars(interface).items():
+        method, given = isfunction(theirs), getattr_static(policy, name)
+        if method and not callable(found := getattr(policy, name)):
+            raise PolicyError(
+                f"{type(policy).__name__}: {name}={found!r}, but `{name}` is a method of {interface.__name__}"
+            )
+        if isfunction(given) and not method and not name.startswith("_"):
+            raise PolicyError(
+                f"{type(policy).__name__}: `{name}` is a value of {interface.__name__}, not a method: put @property above it"
+            )
+
+
+def check_told(r: Retention) -> None:
+    """Refuse what a retention says of itself and the engine could not follow."""
+    again, ends = r.replay, r.ends
+    if r.order is not None:
+        check_count(r, order=r.order)
+    if again is not None and not isinstance(again, Replay):
+        raise PolicyError(f"{type(r).__name__}: replay={again!r} must be a kvengine.policies.retention.Replay, or None")
+    if again is not None:
+        check_count(r, least=1, chunk=again.chunk)
+        check_count(r, carry=again.carry, sinks=again.sinks)
+        for name, ids in (("prompt", again.prompt), ("suffix", again.suffix)):
+            if not isinstance(ids, tuple) or not all(type(token) is int and token >= 0 for token in ids):
+                raise PolicyError(f"{type(r).__name__}: the replay's {name}={ids!r} must be a tuple of token ids")
+    if ends is not None:
+        if not isinstance(ends, tuple) or len(ends) != 2:
+            raise PolicyError(f"{type(r).__name__}: ends={ends!r} must be a pair (first, newest) of tokens, or None")
+        check_count(r, first=ends[0])
+        check_budget(r, newest=ends[1])
 
 
 def spell(policy: Any, every: bool = False) -> str:

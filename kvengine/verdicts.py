@@ -24,7 +24,7 @@ from torch import Tensor
 from kvengine import answers
 from kvengine.compaction import fill_up
 from kvengine.evidence import Evidence
-from kvengine.kernels.step import Ends, Merged, Rule, Sealed
+from kvengine.kernels.step import Ends, Merged, Paid, Placed, Rule, Sealed
 from kvengine.kernels.verdict import verdict
 from kvengine.policies._budget import tokens_by_row
 from kvengine.policies.retention import Retention, Seen
@@ -126,7 +126,8 @@ class Verdicts(Evidence):
         if cached is None or cached[0] is not self.first or cached[1] is not self.prompt_length:
             rule: Rule | None = None
             if self.pays:
-                rule = self.retention.rule(self.first, self.prompt_length, self.heads, self.notes)
+                found = answers.ask(self.retention, "rule", self.first, self.prompt_length, self.heads, self.notes)
+                rule = answers.of_kind(self.retention, "rule", found, Paid, Merged, Placed)
             elif self.retention.ends is not None:
                 first, recent = self.retention.ends
                 rule = Ends((self.first + first).contiguous(), tokens_by_row(recent, self.prompt_length).contiguous())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvengine import EngineCache, memory
 from kvengine.cache import LayerCache
-from kvengine.errors import CacheError
+from kvengine.errors import CacheError, ModelError
 from kvengine.hf.names import CACHE
 from kvengine.kernels.span_attention import causal_spans, span_attention
 from kvengine.session import Call, Session
@@ -183,3 +183,25 @@ def test_blocks_of_memory_of_their_own_take_gradients(name: str, monkeypatch: py
         found.append([x.grad for x in model.parameters()])
     for ours, mapped in zip(*found, strict=True):
         torch.testing.assert_close(mapped, ours, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own way there
+@pytest.mark.parametrize(("tokens", "way"), [(1, "dual"), (ALL, "jvp")])
+def test_derivatives_that_go_forward_are_refused_and_the_cache_goes_on(tokens: int, way: str) -> None:
+    """They were dropped at the first kernel, and the model's answer had others than its own, in silence."""
+    model = frozen("full")
+    before, after = vectors(model)
+    x = torch.cat([before, after], 1)[:, -tokens:]
+    cache, fresh = EngineCache(model), EngineCache(model)
+    with torch.no_grad():
+        if tokens < ALL:
+            model(inputs_embeds=before, cache=cache), model(inputs_embeds=before, cache=fresh)
+        with pytest.raises(ModelError, match="do not pass through an engine cache"):
+            if way == "jvp":
+                torch.func.jvp(lambda x: model(inputs_embeds=x, cache=cache).logits, (x,), (x,))
+            else:
+                with torch.autograd.forward_ad.dual_level():
+                    model(inputs_embeds=torch.autograd.forward_ad.make_dual(x, x), cache=cache)
+        with torch.autograd.forward_ad.dual_level():  # what carries none is no matter
+            found = [model(inputs_embeds=x, cache=one).logits for one in (cache, fresh)]
+    assert torch.equal(*found)

@@ -90,10 +90,16 @@ def test_a_row_that_pauses_while_others_decode_is_judged_as_alone(own: Retention
 
 
 def test_a_step_at_whose_verdict_the_host_looks_is_not_traced() -> None:
-    """It ended in torch's own words."""
+    """It ended in torch's own words, and the cache could only be reset."""
     model = patched(kvengine.Stack(retention=Since()))
+    caches, more = [kvengine.EngineCache(model) for _ in range(2)], {"max_new_tokens": 3, "do_sample": False}
+    found = [model.generate(**one(), **more, cache=cache) for cache in caches]
     with pytest.raises(UnsupportedPolicy, match="cannot be traced.*take how='eager'"):
-        kvengine.compile_decode(model, "trace").generate(**one(), max_new_tokens=3)
+        kvengine.compile_decode(model, "trace").generate(found[0], **more, cache=caches[0])
+    with torch.no_grad():
+        model(found[0][:, -1:], cache=caches[1])
+        after = [model(found[0][:, :1], cache=cache).logits for cache in caches]
+    assert torch.equal(*after)
 
 
 @pytest.mark.parametrize("kind", [H2O, Streaming, TOVA], ids=lambda kind: kind.__name__)

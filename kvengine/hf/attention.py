@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from kvengine import latent
 from kvengine.errors import ModelError, UnsupportedPolicy
+from kvengine.gradients import tangents
 from kvengine.hf import window
 from kvengine.hf.held_window import HeldWindow
 from kvengine.hf.indexed import IndexedLayer, named_only
@@ -24,6 +25,10 @@ from kvengine.session import Call
 from kvengine.stack import Stack
 
 FOREIGN = ("position_bias", "indices", "block_indices", "sinks", "cu_seq_lens_q", "cu_seq_lens_k")
+FORWARD = (
+    "derivatives of forward mode (torch.func.jvp, dual tensors) do not pass through an engine cache, whose kernels would drop "
+    "them. Pass use_cache=False, take gradients backward, or call kvengine.unpatch(model)"
+)
 PARTICULAR = frozenset(("softcap", "s_aux", "output_attentions", *FOREIGN))
 
 
@@ -60,6 +65,7 @@ def engine_attention(
             and not latent.is_latent(module)
             and type(attention_mask) is LazyMask
             and layer.session.paused is None
+            and not tangents(query, key, value)
             and attention_mask.valid(1, layer.session.generating) is None
             and not attention_mask.hides(layer.session)
             and layer.session.turn != layer.cache.seen
@@ -108,6 +114,8 @@ def attend(
         raise ModelError(WEIGHTS)
     if dropout:
         raise ModelError(DROPOUT.format(type(module).__name__))
+    if tangents(query, key, value):
+        raise ModelError(FORWARD)
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     named = kwargs.get("indices") if type(layer) is IndexedLayer else None

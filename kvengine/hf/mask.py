@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from kvengine.cache import LayerCache
 from kvengine.errors import ModelError
 from kvengine.session import Session
 
@@ -162,8 +161,9 @@ class LazyMask:
         self.found["hides"], session.mask = not same, now
         return not same
 
-    def turns(self, cache: LayerCache, n: int) -> bool:
-        """Whether `n` new tokens of a layer begin a turn or are a prompt's, or it says other things of earlier ones."""
+    def turns(self, cache: Any, n: int) -> bool:
+        """Whether `n` new tokens of a layer begin a turn or are a prompt's, or it says other things of earlier ones. `cache`: the
+        layer's `LayerCache`, or a view of one."""
         session = cache.session
         return self.hides(session) or session.turn == cache.seen or cache.prompt_tokens(n) > 0
 

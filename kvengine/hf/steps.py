@@ -169,10 +169,11 @@ class Steps:
         return self.run, self.run()
 
     def trace(self) -> tuple[Step, Tensor]:
-        """Record the step's torch operations while it runs; kernels in C would leave no trace."""
+        """Record the step's torch operations while it runs; kernels in C would leave no trace. One that is refused is undone."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        state, first = self.state(), []
+        state, changed, first = self.state(), self.changed(), []
+        before = [x.clone() for x in changed]
 
         def step(*state: Tensor) -> Tensor:
             first.append(self.run())
@@ -184,6 +185,9 @@ class Steps:
         except RuntimeError as error:
             if "value out of a tracing tensor" not in str(error):
                 raise
+            for x, old in zip(changed, before, strict=True):
+                x.copy_(old)
+            self.cache.session.torn, self.cache.session.led = False, None
             raise UnsupportedPolicy(
                 f"a decode step of '{self.cache.stack}' cannot be traced: the host looks at what it computes, as it does on a "
                 "CPU at what a policy of one's own returns; take how='eager'"

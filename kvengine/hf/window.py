@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvengine.gradients import live
+from kvengine.gradients import live, tangents
 from kvengine.kernels.span_attention import Band, band_spans, span_attention
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def read(stock: Stock, mask: LazyMask, key: Tensor, value: Tensor) -> Float[Tens
         return None  # a cache of fixed size: its slots are no sequence
     if tokens <= 2 * window and softcap is None and logits is None:
         return None
-    if live(q, key, value):
+    if live(q, key, value) or tangents(q, key, value):
         return None
     place = torch.arange(tokens, dtype=torch.int32, device=q.device).expand(b, -1)
     padding = made.get("attention_mask")

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine import answers, attending, page_answers
+from kvengine import attending, page_answers
 from kvengine.cache import LayerCache
 from kvengine.errors import CacheError, UnsupportedPolicy
 from kvengine.hf.cache import EngineCache
@@ -108,7 +108,7 @@ class LayerView:
         )  # fmt: skip
         alive = torch.ones(rows, units, dtype=torch.bool, device=k.device)
         summary = {name: x[:] for name, x in self.summary.items()}  # it may reshape what it is given
-        chosen = answers.units(choice, choice.select(q, summary, alive, where), everything, units)
+        chosen = page_answers.chosen(choice, q, summary, alive, where)
         if chosen is None:
             return everything
         chosen = chosen.sort(1).values

@@ -178,6 +178,7 @@ class Files:
 
     def _make_room(self, size: int) -> bool:
         """The disk is full though the cap is not: give up as much as is about to be written, or nothing if that is not there."""
+        self._quietly(lambda _: self.index.put_back(time.time()), "")
         free = sorted((e for e in self.entries() if not e.pinned), key=lambda e: e.accessed)
         if sum(entry.size for entry in free) < size:
             return False

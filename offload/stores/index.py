@@ -102,8 +102,8 @@ class Index:
             "select key, size from object where expires > 0 and expires <= ? and writer is null", (now,)
         ).fetchall()
         victims, over = [key for key, _ in expired], over - sum(n for _, n in expired)
-        if over > 0:  # after a clock was put back, what was used before would be the newest for as long as it was ahead
-            self.base.execute("update object set accessed = ? where accessed > ?", (now, now))
+        if over > 0:
+            self.put_back(now)
         for key, n in self.base.execute(
             "select key, size from object where pinned = 0 and writer is null and not (expires > 0 and expires <= ?) "
             "order by accessed, key", (now,)
@@ -169,6 +169,11 @@ class Index:
         with self.lock, self._transaction():
             if not unless():
                 self.base.execute("delete from object where key = ? and writer is ?", (key, writer))
+
+    def put_back(self, now: float) -> None:
+        """After a clock was put back, what was used before would be the newest for as long as it was ahead."""
+        with self.lock:
+            self.base.execute("update object set accessed = ? where accessed > ?", (now, now))
 
     def touch(self, key: str, when: float) -> None:
         with self.lock:

@@ -68,7 +68,8 @@ class Store:
 
     backend:  where values live
     threads:  requests served at once, and questions after values (`leading`) beside them
-    pending:  most bytes of puts that wait; further puts are dropped (a cache must not hold up the model)
+    pending:  most bytes of puts that wait; further puts are dropped (a cache must not hold up the model). One of more bytes than
+              that is taken where none waits: it could never be stored
     pause:    seconds to leave a failing backend alone
     finished: most finished jobs that are remembered until somebody asks; older ones are forgotten (`counts["forgotten"]`)
     """
@@ -186,7 +187,7 @@ class Store:
             self._check_open()
             self._jobs += 1
             job, start, why = self._jobs, time.monotonic(), ""
-            if self._queued + size > self.pending and size > 0:
+            if self._queued and 0 < size > self.pending - self._queued:
                 why = f"{size} bytes beside {self._queued} waiting"
             else:
                 try:

@@ -23,6 +23,7 @@ from kvengine.evals.measure import measure
 from kvengine.evals.records import Journal, key_of
 from kvengine.evals.runner import Run
 from kvengine.evals.tasks import Sample, Turn
+from kvengine.offload.stores.filesystem import FileSystem
 
 
 def run(folder: Path, *more: str) -> tuple[int, str]:
@@ -248,3 +249,13 @@ def test_a_line_that_lacks_its_end_alone_is_torn_too(tmp_path: Path) -> None:
 def test_the_key_of_a_cell_stays_what_it_was() -> None:
     """A folder that an earlier release began is continued: SHA-256 of sorted JSON as UTF-8, sixteen digits of it."""
     assert key_of({"b": 2, "a": "é"}) == "d35548bce2b40d77"
+
+
+def test_a_journal_that_is_new_is_there_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows were on the disk, and the name to find them by was not."""
+    synced: list[Path] = []
+    monkeypatch.setattr(FileSystem, "sync_folder", lambda self, path: synced.append(path))
+    journal = Journal(tmp_path / "run" / "rows.jsonl")
+    for _ in range(2):
+        journal.append([{"key": "a", "sample": None}])
+    assert synced == [tmp_path / "run", tmp_path]

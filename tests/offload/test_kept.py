@@ -338,6 +338,26 @@ def test_a_clock_that_is_put_back_while_a_store_is_open(tmp_path: Path, monkeypa
     store.close()
 
 
+def test_a_clock_that_was_put_back_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cap: each value that was put cost the one before it, and those from before the clock's change stayed."""
+
+    class Full(FileSystem):
+        """Has room for three values."""
+
+        def write(self, handle: int, data: Any) -> None:
+            if len(list(tmp_path.glob("objects/*/*.kv"))) >= 3:
+                raise OSError(errno.ENOSPC, "no space left")
+            super().write(handle, data)
+
+    store, now = Files(tmp_path, sync="none", files=Full()), 0.0
+    for module in ("files", "record"):
+        monkeypatch.setattr(f"kvengine.offload.stores.{module}.time", SimpleNamespace(time=lambda: now))
+    for now, key in zip([90_000, 90_001, *range(8)], KEYS, strict=False):  # noqa: B007
+        store.put(key, [bytes(300)])
+    assert [entry.key for entry in store.entries()] == KEYS[7:10]
+    store.close()
+
+
 def test_what_was_deleted_is_not_left_in_quarantine(tmp_path: Path) -> None:
     store = Files(tmp_path, sync="none")
     for key in KEYS[:2]:

@@ -438,6 +438,18 @@ def test_puts_that_are_done_leave_room_for_others(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_value_larger_than_what_may_wait_is_stored_where_none_waits() -> None:
+    """It was dropped each time, though nothing else had waited."""
+    backend = Faulty()
+    store = stores.Store(backend, pending=100)
+    backend.gate.clear()
+    large, other = store.submit_put([KEYS[0]], [bytes(101)]), store.submit_put([KEYS[1]], [bytes(1)])
+    backend.gate.set()
+    done = {job: store.wait(job).ok for job in (large, other)}  # type: ignore[union-attr]
+    assert done == {large: (True,), other: (False,)} and store.counts["dropped"] == 1
+    store.close()
+
+
 def test_where_no_thread_can_be_started_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was an error of Python's in a generation, and whoever waited for the store from then on waited for ever."""
 

@@ -145,7 +145,7 @@ PREFILLS: dict[str, tuple[dict[str, Any], str]] = {
     "no choose": ({"chooses": True}, r"Mine defines no `choose`"),
     "positions written": (
         {"visible": lambda s, query, token, first: query[:, None] >= token.fill_(3)[:, None]},
-        r"Mine\.visible wrote into position, which is the cache's",
+        r"Mine\.visible wrote into what it was given, int32 \[4, 100\], which may be the cache's",
     ),
     "no rows": ({"visible": lambda s, query, token, first: query[:, None] >= token[0]}, r"Mine\.visible returned bool"),
 }  # fmt: skip

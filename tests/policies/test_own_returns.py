@@ -15,13 +15,13 @@ from kvengine.errors import PolicyError
 from kvengine.offload.placement import Flat, Placement
 from kvengine.policies.prefill import Choice, Prefill
 from kvengine.policies.representation import Representation
-from kvengine.policies.retention import Retention
+from kvengine.policies.retention import Replay, Retention
 from kvengine.policies.selection import Selection
 from kvengine.speculative.echo import Refresh
 from kvengine.speculative.triforce import TriForce
 
 IDS = torch.arange(3, 103)[None].repeat(2, 1)
-CONSTANTS = ("decodes", "chooses", "codec")
+CONSTANTS = ("decodes", "chooses", "codec", "joint", "wants_mass")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,10 @@ def back(s: Any, f: Any) -> Any:
     return f["k"], f["v"]
 
 
+JOINT = {
+    "joint": True, "needs_rope": True, "decode": lambda s, f: (f["v"][..., :0], f["v"]),
+    "encode": lambda s, k, v, score: {"v": v},
+}  # fmt: skip
 INTERFACES = {
     "retention": Retention, "selection": Selection, "representation": Representation, "prefill": Prefill, "placement": Placement,
 }  # fmt: skip
@@ -111,6 +115,26 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "one bound for all rows": (
         "retention", {"keep": newest, "decodes": True, "full": lambda s, seen: 30}, r"Mine\.full returned int, expected"
     ),
+    "a rule that is a number": (
+        "retention", {"keep": newest, "decodes": True, "wants_mass": True, "rule": lambda s, *a: 3},
+        r"Mine\.rule returned int, expected a Paid, or a Merged, or a Placed, or None",
+    ),
+    "nobody is due": (
+        "retention", {"keep": newest, "replay": Replay(16, 0, (1,), (), 4), "due": lambda s, seen: None},
+        r"Mine\.due returned NoneType, expected bool \[2\]",
+    ),
+    "keys turned by one number": (
+        "retention", {"keep": newest, "needs_rope": True, "shift": lambda s, position, first: 3},
+        r"Mine\.shift returned int, expected whole numbers \[4, \d+\]",
+    ),
+    "keys joined by nothing": (
+        "representation", JOINT | {"join": lambda s, k: {}, "keys": lambda s, joined, token: None},
+        r"Mine\.keys returned NoneType, expected floats \[4, \d+, dim\]",
+    ),
+    "keys joined in a tuple": (
+        "representation", JOINT | {"join": lambda s, k: (k,)}, r"Mine\.join returned \(float32 .* with 2 sequences as"
+    ),
+    "a band of two numbers": ("prefill", {"band": lambda s, first: (4, 16)}, r"Mine\.band returned \(int, int\), expected a"),
     "scores elsewhere": ("selection", {"score": lambda *a: wanted(*a).to("meta")}, r"Mine\.score .* on meta"),
     "units elsewhere": (
         "selection", {"select": lambda s, q, m, alive, at: torch.zeros(4, 2, device="meta").long()}, r"Mine\.select .* on meta"
@@ -132,6 +156,21 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "codes written over keys": (
         "representation", {"encode": lambda s, k, v, score: dense(s, k.round_(), v, score), "decode": back},
         r"Mine\.encode wrote into what it was given",
+    ),
+    "pages written as they are read": (
+        "representation", {"encode": dense, "decode": lambda s, f: (f["k"].mul_(2), f["v"])},
+        r"Mine\.decode wrote into what it was given, float32 \[\d+, 16, 16\], which may be the cache's",
+    ),
+    "summaries written": (
+        "selection", {"score": lambda s, q, m, at: q @ m["mean"].mul_(2).mT},
+        r"Mine\.select wrote into the summary 'mean', which is the cache's",
+    ),
+    "keys written by a choice": (
+        "prefill", {"choose": lambda s, q, k, *more: choice([0, 100])(s, q, k.mul_(2), *more)},
+        r"Mine\.choose wrote into what it was given, float32 \[4, 100, 16\]",
+    ),
+    "queries written as they come": (
+        "retention", {"keep": newest, "watch": lambda s, notes, q, *more: q.mul_(2)}, r"Mine\.watch wrote into what it was given"
     ),
     "no field": ("representation", {"encode": lambda s, k, v, score: {}}, r"Mine\.encode returned dict, expected a"),
     "as many outliers as there are": (
@@ -171,6 +210,17 @@ def test_what_is_wrong_is_told_by_method(model: Any, mistake: str) -> None:
     ("representation", {"room": -3}, r"Mine: room=-3 must be"),
     ("retention", {"observes": 2.5}, r"Mine: observes=2\.5 must be"),
     ("retention", {"shift": lambda s, position, first: position}, r"turns keys \(`shift`\), so its `needs_rope` must say"),
+    ("retention", {"order": 4.5}, r"Mine: order=4\.5 must be a whole number"),
+    ("retention", {"ends": 4}, r"Mine: ends=4 must be a pair \(first, newest\)"),
+    ("retention", {"ends": (4, "16")}, r"Mine: newest='16' must be 1 to"),
+    ("retention", {"replay": 512}, r"Mine: replay=512 must be a kvengine\.policies\.retention\.Replay, or None"),
+    ("retention", {"replay": Replay(0, 0, (), (), 4)}, r"Mine: chunk=0 must be a whole number of at least 1"),
+    ("retention", {"replay": Replay(16, 0, "ab", (), 4)}, r"Mine: the replay's prompt='ab' must be a tuple of token ids"),
+    ("retention", {"keep": 20}, r"Mine: keep=20, but `keep` is a method of Retention"),
+    ("retention", {"observes": lambda s: 32}, r"`observes` is a value of Retention, not a method: put @property above"),
+    ("retention", {"decodes": lambda s: False}, r"`decodes` is a value of Retention, not a method"),
+    ("representation", {"codec": 3}, r"Mine: codec=3 must be a text"),
+    ("representation", {"joint": True}, r"before their rotation \(`joint`\), so its `needs_rope` must be True"),
 ])  # fmt: skip
 def test_what_cannot_be_counted_by_is_refused_with_the_stack(axis: str, methods: dict[str, Any], message: str) -> None:
     """Some were read as something else: a budget of 2.5 as everything, keys that `shift` turns as they were."""
@@ -183,6 +233,22 @@ def test_a_selection_that_writes_into_queries_changes_no_attention(model: Any) -
     found = []
     for score in (lambda s, q, m, at: (3 * q) @ m["mean"].mT, lambda s, q, m, at: q.mul_(3) @ m["mean"].mT):
         with kvengine.patched(model, kvengine.Stack(selection=of(Selection, **ALWAYS["selection"], score=score))):
+            found.append(model.generate(IDS, max_new_tokens=20, do_sample=False))
+    assert torch.equal(*found)
+
+
+def test_a_selection_that_writes_down_which_units_it_wants_no_more_hides_none_from_later_tokens(model: Any) -> None:
+    """Units that it had crossed out were dead to every token that followed."""
+
+    def select(s: Any, q: Tensor, m: Any, alive: Tensor, at: Any) -> Tensor | None:
+        alive = alive.clone() if s.copies else alive
+        alive[:, at.token % 3 :: 3] = False
+        return Selection.select(s, q, m, alive, at)
+
+    found = []
+    for copies in (True, False):
+        mine = of(Selection, **ALWAYS["selection"], score=wanted, select=select, copies=copies)
+        with kvengine.patched(model, kvengine.Stack(selection=mine)):
             found.append(model.generate(IDS, max_new_tokens=20, do_sample=False))
     assert torch.equal(*found)
 
