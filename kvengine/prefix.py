@@ -108,7 +108,7 @@ class Prefix:
         if strange:
             log.warning(
                 "no prompt of %s can go on from stored chunks: its layers read another layer's tokens, have index keys, begin "
-                "anew in each pass, or none keeps all tokens (%s). All are computed, none is stored. kvengine.saved stores sessions",
+                "anew in each pass, or none keeps all tokens (%s). All are computed, none is stored. kvengine.saved has sessions",
                 type(self.model).__name__, ", ".join(strange),
             )  # fmt: skip
         dtype = next(self.model.parameters()).dtype
