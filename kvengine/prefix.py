@@ -107,8 +107,8 @@ class Prefix:
         self.whole, self.beside = not strange, bool(beyond_tokens(text)) and not strange
         if strange:
             log.warning(
-                "no prompt of %s can go on from stored chunks: its layers read another layer's tokens, have index keys, begin "
-                "anew in each pass, or none keeps all tokens (%s). All are computed, none is stored. kvengine.saved has sessions",
+                "no prompt of %s can go on from stored chunks: its layers read another layer's tokens, have index keys, "
+                "begin anew in each pass, or none keeps all tokens (%s). All prompts are computed, and none is stored",
                 type(self.model).__name__, ", ".join(strange),
             )  # fmt: skip
         dtype = next(self.model.parameters()).dtype

@@ -29,8 +29,8 @@ def check_stack(stack: Stack, text: Any, channels: Channels = frozenset()) -> No
     again, known = stack.retention.replay, getattr(text, "vocab_size", None)
     if again is not None and name in FORGETFUL:
         raise UnsupportedPolicy(
-            f"'{name_of(stack.retention)}' has a prompt read again behind itself, and in transformers a pass of {name} over "
-            "several tokens behind others begins with empty states. Use a retention that judges by the prompt's own pass (snapkv)"
+            f"'{name_of(stack.retention)}' has a prompt read again behind itself, and a pass of {name} over several tokens "
+            "behind others begins with empty states in transformers. Use a retention that reads a prompt once (snapkv)"
         )
     if again is not None and known is not None and max((*again.prompt, *again.suffix), default=0) >= known:
         raise PolicyError(
