@@ -208,7 +208,9 @@ class LayerCache:
         out, dense, asked = None, None, self.each(q, call)
         masks = [None if valid is None else self.by_row(valid, part) for part in self.parts]
         orders = [part.lane.order_for(mask) for part, mask in zip(self.parts, masks, strict=True)]
+        # The model's own attention reads what is there before any of it moves.
         moved = any(order is not None for order in orders)
+        moved = moved or any(part.lane.shifts(mask) for part, mask in zip(self.parts, masks, strict=True))
         if stock is not None and self.exact and (moved if self.whole else not self.seen):
             out = stock(*(dense := self.with_new(k, v)))
         self.seen += k.shape[2]

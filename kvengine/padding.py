@@ -58,6 +58,12 @@ class Padded(Holding):
         self.first, self.begin = torch.where(late, self.first, self.first + leading), begin
         self.former = torch.where(late, self.former, self.first)
 
+    def shifts(self, valid: Bool[Tensor, "row token"] | None) -> bool:
+        """Whether such padding will have tokens that are there count as later ones."""
+        if valid is None or not self.seen or not self.placing:
+            return False
+        return bool((~valid[:, 0] & (self.first < self.seen)).any())
+
     @property
     def idle(self) -> Bool[Tensor, "row"] | None:
         """At the end of a prompt: the rows that had no token in it, which it leaves as they are; None if all had some."""

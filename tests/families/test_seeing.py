@@ -312,6 +312,26 @@ def test_words_are_read_in_parts_and_images_are_not(name: str) -> None:
         model.generate(**batch, **options)
 
 
+def test_an_image_beside_a_row_that_has_less_to_say() -> None:
+    """Its tokens see each other, also where padding before the other row's words has what that holds count as later."""
+    model, ids = build("gemma3"), torch.stack([words(8, 1), words(8, 2)])
+    view, (tokens,) = SIGHTS["gemma3"].see(1, 3)
+    more = torch.cat([torch.full((tokens,), SIGHTS["gemma3"].token), words(3, 3)])
+    less = torch.cat([torch.zeros(len(more) - 2, dtype=torch.long), words(2, 4)])
+
+    def talk(cache: Any) -> Tensor:
+        said = run(model, told("gemma3", ids, torch.ones_like(ids)), 3, cache=cache).sequences
+        so_far = torch.cat([said, torch.stack([less, more])], 1)
+        mask = torch.ones_like(so_far)
+        mask[0, said.shape[1] - 1 : -2] = 0  # it had ended
+        found = run(model, told("gemma3", so_far, mask) | view, cache=cache, output_logits=True)
+        return torch.stack(found.logits)
+
+    want = talk(stock(model))
+    kvengine.patch(model, "snapkv(budget=500)")
+    torch.testing.assert_close(talk(EngineCache(model)), want, rtol=1e-5, atol=1e-5)
+
+
 def test_no_image_comes_beside_a_row_that_goes_on_with_one_token() -> None:
     """An image's tokens see each other, and beside such a row, under a policy that judges, the engine reads what comes."""
     model, ids = kvengine.patch(build("gemma3"), "snapkv(budget=500)"), torch.stack([words(8, 1), words(8, 2)])
