@@ -224,7 +224,7 @@ static int decide(const Coarse *c, int64_t row, const float *upper, const float 
     int count = n - i < STEP ? n - i : STEP, next = n - i - count < STEP ? n - i - count : STEP;
     fetch_tokens(&b->high, row, place + i + count, next);
     fetch_tokens(&b->low, row, place + i + count, next);
-    score_units(b, row, place + i, count, tile, &memo, score);
+    score_units(b, row, place + i, count, tile, &memo, score, NULL);
     for (int j = 0; j < count; j++) rank[i + j] = rank_of(score[j], place[i + j], units);
   }
   uint64_t *sorted = rank + n, least = 0;

@@ -5,12 +5,14 @@
 #define BLOCK 256
 
 int kv_bounds(const Bounds *b) {
-  const int64_t blocks = (b->units + BLOCK - 1) / BLOCK;
+  const int64_t blocks = (b->units + BLOCK - 1) / BLOCK, heads = b->each ? b->group : 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(b->threads)
   for (int64_t i = 0; i < b->rows * blocks; i++) {
     int64_t row = i / blocks, from = i % blocks * BLOCK, to = from + BLOCK < b->units ? from + BLOCK : b->units;
     float tile[STEP * 2 * b->dim] __attribute__((aligned(64)));
-    float score[STEP];
+    float score[STEP], each[heads * STEP];
+    const float *const found = b->each ? each : score;
+    float *const out = b->out + row * heads * b->units;
     int64_t unit[STEP];
     int count = 0;
     Memo memo;
@@ -18,10 +20,12 @@ int kv_bounds(const Bounds *b) {
     memset(tile, 0, sizeof tile);
     for (int64_t u = from; u < to; u++) { /* a dead unit's bounds are not read */
       if (b->alive[row * b->alive_row + u]) unit[count++] = u;
-      else b->out[row * b->units + u] = -INFINITY;
+      else
+        for (int64_t n = 0; n < heads; n++) out[n * b->units + u] = -INFINITY;
       if (count == STEP || (u + 1 == to && count)) {
-        score_units(b, row, unit, count, tile, &memo, score);
-        for (int j = 0; j < count; j++) b->out[row * b->units + unit[j]] = score[j];
+        score_units(b, row, unit, count, tile, &memo, score, b->each ? each : NULL);
+        for (int64_t n = 0; n < heads; n++)
+          for (int j = 0; j < count; j++) out[n * b->units + unit[j]] = found[n * STEP + j];
         count = 0;
       }
     }

@@ -7,17 +7,17 @@
 #define STEP 8
 
 typedef struct {
-  int64_t rows, group, padded, dim, units, threads, mean; /* dim: padded to MULTIPLE; `padded`: group up to a multiple of 4 */
+  int64_t rows, group, padded, dim, units, threads, mean, each; /* dim: padded to MULTIPLE; `padded`: group up to a multiple of 4 */
   const float *q; /* [row, padded, 2 * dim]: the positive part, then the negative part */
   Field high, low;
   const uint8_t *alive; /* [row, unit], rows `alive_row` apart */
   int64_t alive_row;
-  float *out;           /* [row, unit] */
+  float *out;           /* [row, unit], or if `each` [row, group, unit] */
 } Bounds;
 
-/* For each of up to STEP units: reduce over the group of relu(q) . high - relu(-q) . low. */
+/* For each of up to STEP units: reduce over the group of relu(q) . high - relu(-q) . low; `each`: room for all of it, or NULL. */
 INLINE void score_units(const Bounds *b, int64_t row, const int64_t *unit, int count, float *tile, Memo *memo,
-                        float *score) {
+                        float *score, float *each) {
   const int64_t wide = 2 * b->dim;
   read_tokens(&b->high, memo, row, unit, count, tile, wide);
   read_tokens(&b->low, memo, row, unit, count, tile + b->dim, wide);
@@ -41,6 +41,7 @@ INLINE void score_units(const Bounds *b, int64_t row, const int64_t *unit, int c
           float value = sum(s[j][t]);
           if (value > best[t]) best[t] = value;
           total[t] += value;
+          if (each) each[(n + j) * STEP + i + t] = value;
         }
     }
     for (int t = 0; t < 2 && i + t < count; t++)

@@ -18,7 +18,7 @@ class Bounds(ctypes.Structure):
     """Mirrors scores.c."""
 
     _fields_ = [
-        *((name, I64) for name in ("rows", "group", "padded", "dim", "units", "threads", "mean")),
+        *((name, I64) for name in ("rows", "group", "padded", "dim", "units", "threads", "mean", "each")),
         ("q", POINTER),
         ("high", call.Field),
         ("low", call.Field),
@@ -30,7 +30,8 @@ class Bounds(ctypes.Structure):
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Tensor:
     """See `kvengine.kernels.page_scores`."""
-    out = torch.empty(alive.shape, dtype=torch.float32)
+    shape = (*q.shape[:2], alive.shape[1]) if reduce == "each" else alive.shape
+    out = torch.empty(shape, dtype=torch.float32)
     alive = alive if alive.stride(-1) == 1 else alive.contiguous()
     described = of(q, low, high, alive, reduce)
     parts = call.parts(q, described.dim)
@@ -44,8 +45,8 @@ def of(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str) -> Boun
     rows, group, dim = q.shape
     return Bounds(
         rows=rows, group=group, padded=call.up(group, 4), dim=call.up(dim, call.LANES), units=alive.shape[1],
-        threads=call.team(2 * low.numel()), mean=reduce == "mean", high=call.dense(high), low=call.dense(low),
-        alive=alive.data_ptr(), alive_row=alive.stride(0),
+        threads=call.team(2 * low.numel()), mean=reduce == "mean", each=reduce == "each",
+        high=call.dense(high), low=call.dense(low), alive=alive.data_ptr(), alive_row=alive.stride(0),
     )  # fmt: skip
 
 

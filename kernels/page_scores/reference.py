@@ -18,6 +18,8 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, alive: Tensor, reduce: str
     wide = torch.promote_types(q.dtype, torch.float32)
     q = q.to(wide)
     bound = q.clamp_min(0) @ high.to(wide).mT + q.clamp_max(0) @ low.to(wide).mT
+    if reduce == "each":
+        return bound.masked_fill(~alive[:, None], -torch.inf)
     reduced = bound.amax(1) if reduce == "max" else bound.mean(1)
     return reduced.masked_fill(~alive, -torch.inf)
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvengine.kernels.page_scores import best_units, page_bounds, page_scores
+from kvengine.kernels.page_scores import best_units, head_scores, page_bounds, top_units
 from kvengine.policies._budget import Budget, check_budget, check_choice, check_count
 from kvengine.policies.selection import Fields, Selection, Where, best
 
@@ -72,15 +72,21 @@ class Quest(Selection):
         if at.layer < self.dense_layers:
             return None
         if self.reduce == "each":
-            return best(self._turns(q, summary, alive), alive, at)
+            return best(self._turns(q, summary, alive, at.most), alive, at)
         low, high, count = summary["low"], summary["high"], None if at.even else at.count
         return best_units(q, low, high, alive, at.most, counts=count, reduce=self.reduce, coarse=at.bounds)
 
     def _turns(
-        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"]
+        self, q: Float[Tensor, "row group dim"], summary: Fields, alive: Bool[Tensor, "row unit"], most: int
     ) -> Float[Tensor, "row unit"]:
-        """Minus the turn at which a page is chosen, the heads of a group choosing one after the other."""
-        low, high, group = summary["low"], summary["high"], q.shape[1]
-        each = torch.stack([page_scores(x, low, high, alive) for x in q.split(1, 1)], 1)
-        place = each.argsort(descending=True, stable=True).argsort()
-        return -(place * group + torch.arange(group, device=q.device)[:, None]).amin(1).float()
+        """Minus the turn at which a page is chosen, the heads of a group choosing one after the other; -inf of a page that is not
+        among the best `most` of any, as one head alone has chosen so many before its turn."""
+        group, units = q.shape[1], alive.shape[1]
+        each = head_scores(q, summary["low"], summary["high"], alive).flatten(0, 1)
+        ids = top_units(each, most)  # in ascending order, so that of equal bounds the earlier page comes first
+        bound = each.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("-inf"))
+        ids = ids.gather(1, bound.argsort(stable=True, dim=1, descending=True)).unflatten(0, (-1, group))
+        turn = torch.arange(ids.shape[2], device=q.device) * group + torch.arange(group, device=q.device)[:, None]
+        turns = (-turn.float()).expand_as(ids).masked_fill(ids < 0, float("-inf"))
+        want = turns.new_full((len(q), units), float("-inf"))
+        return want.scatter_reduce_(1, ids.clamp(min=0).flatten(1), turns.flatten(1), "amax")

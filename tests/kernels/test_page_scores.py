@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvengine.errors import KernelError
-from kvengine.kernels.page_scores import log_shares, page_bounds, page_scores, remembered, top_units, units_by_share
+from kvengine.kernels.page_scores import (
+    head_scores,
+    log_shares,
+    page_bounds,
+    page_scores,
+    remembered,
+    top_units,
+    units_by_share,
+)
 from kvengine.kernels.page_scores.remembered import Remembered
 
 BACKENDS = oracle.backends()
@@ -46,14 +54,15 @@ def test_scores_match_a_loop(
     q = torch.randn(3, group, dim, generator=torch.Generator().manual_seed(0))
     q = q.to(dtype) if alike else q
     got = oracle.on(backend, page_scores)(q, low, high, alive, reduce=reduce, backend=backend).cpu()
+    heads = oracle.on(backend, head_scores)(q, low, high, alive, backend=backend).cpu()
     for r in range(3):
         for u in range(units):
             if not alive[r, u]:
-                assert got[r, u] == -math.inf
+                assert got[r, u] == -math.inf and (heads[r, :, u] == -math.inf).all()
                 continue
             each = torch.maximum(q[r].double() * low[r, u].double(), q[r].double() * high[r, u].double()).sum(-1)
             want = each.max() if reduce == "max" else each.mean()
-            assert abs(got[r, u] - want) <= 1e-5 * dim
+            assert abs(got[r, u] - want) <= 1e-5 * dim and (heads[r, :, u] - each).abs().max() <= 1e-5 * dim
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
