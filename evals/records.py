@@ -129,8 +129,8 @@ class Journal:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        if new:  # its name, and that of its folder
-            files.sync_folder(self.path.parent), files.sync_folder(self.path.parent.parent)
+        for folder in (self.path.parent, self.path.parent.parent) if new else ():  # its name, and that of its folder
+            files.sync_folder(folder)
         self._remember(rows)
 
     def _remember(self, rows: Iterable[Row]) -> None:

@@ -28,7 +28,16 @@ from kvengine.pages import Pages
 from kvengine.reach import Reach
 from kvengine.saliency import Saliency
 from kvengine.saved_beside import beside
-from kvengine.sound import check_fields, check_kinds, check_lengths, check_pages, check_rows, check_tail, expect
+from kvengine.sound import (
+    check_fields,
+    check_kinds,
+    check_lengths,
+    check_mask,
+    check_pages,
+    check_rows,
+    check_tail,
+    expect,
+)
 from kvengine.tail import Tail
 
 RAW = {str(d).removeprefix("torch."): d for d in (
@@ -188,6 +197,8 @@ class Reader:
     def pages(self, lane: Lane, state: dict[str, Any]) -> None:
         saved = self.value(state["fields"])
         count = check_fields(saved)
+        if count and lane.stack.representation.codec == "zipcache":
+            check_mask(saved)
         lane.pages = lane.new_pages(self.joint(lane, state["joint"]))
         at = lane.pages.pool.put(saved) if count else None
         set_attributes(lane.pages, self.value(state["own"]))

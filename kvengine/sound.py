@@ -111,6 +111,14 @@ def check_fields(fields: Mapping[str, Any]) -> int:
     return count
 
 
+def check_mask(fields: Mapping[str, Any]) -> None:
+    """Pages of two widths ("zipcache") have as many tokens of the wider one as there is room for."""
+    mask, wide = fields["mask"], fields["k_high"]
+    expect(mask.dtype == torch.uint8 and mask.ndim == 2, "a mask is not of bits")
+    bits = mask[..., None] >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+    expect((bits.sum((1, 2)) == wide.shape[1]).all(), "a page's mask names other tokens than it has room for")
+
+
 def within(x: Tensor, low: int, end: int) -> bool:
     """Whether these are whole numbers from `low` up to `end`, the latter left out."""
     whole = not x.is_floating_point() and x.dtype != torch.bool

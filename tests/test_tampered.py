@@ -147,3 +147,21 @@ def test_what_lies_beside_a_session_is_an_object(
     (tmp_path / "s.kv").write_bytes(pack({**header, "extra": beside}, sections))
     with pytest.raises(CorruptBitstream, match="beside the session"):
         saved.extra(tmp_path / "s.kv")
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+def test_a_mask_that_names_other_tokens_than_a_page_has_is_refused(byte: int, tmp_path: Path) -> None:
+    """The C kernel counts by it where a token's code lies: it read what is behind the pages."""
+    model, path = llama(), tmp_path / "s.kv"
+    kvengine.patch(model, "full")
+    cache = kvengine.EngineCache(model, "zipcache(block=16)")
+    with torch.inference_mode():
+        model(**prompts(1), cache=cache, use_cache=True)
+    saved.save(cache, path, model)
+    held = read_file(path)
+    sections = [held.section(i) for i in range(len(held.entries))]
+    mask = held.header["layers"][0]["lanes"][0]["pages"]["fields"]["dict"]["mask"]["tensor"]
+    sections[mask] = bytes([byte]) * len(sections[mask])
+    path.write_bytes(pack(held.header, sections))
+    with pytest.raises(CorruptBitstream, match="a page's mask names other tokens"):
+        saved.load(model, path)

@@ -110,12 +110,7 @@ def attend(
     if layer is None:
         out = window.read(stock, attention_mask, key, value) if query.shape[2] > 1 and stock.simple else None
         return stock.run(key, value) if out is None else (out, None)
-    if kwargs.get("output_attentions"):
-        raise ModelError(WEIGHTS)
-    if dropout:
-        raise ModelError(DROPOUT.format(type(module).__name__))
-    if tangents(query, key, value):
-        raise ModelError(FORWARD)
+    check_answered(module, dropout, kwargs, query, key, value)
     if own is not None and not latent.is_latent(module):
         check_brought(module, layer, key, value)
     named = kwargs.get("indices") if type(layer) is IndexedLayer else None
@@ -143,6 +138,16 @@ def attend(
     if taking is not None and layer.cache.fixed is None:  # a cache held still knows who pauses
         valid = taking
     return layer.attend(query, call, valid, stock).contiguous(), None
+
+
+def check_answered(module: nn.Module, dropout: float, kwargs: dict[str, Any], *given: Tensor) -> None:
+    """Refuse what the engine's attention has no answer to."""
+    if kwargs.get("output_attentions"):
+        raise ModelError(WEIGHTS)
+    if dropout:
+        raise ModelError(DROPOUT.format(type(module).__name__))
+    if tangents(*given):
+        raise ModelError(FORWARD)
 
 
 def answering(module: nn.Module, seam: Seam, key: Tensor) -> Any:

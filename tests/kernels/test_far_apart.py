@@ -22,7 +22,7 @@ from kvengine.kernels.column_mass import column_mass
 from kvengine.kernels.column_mass import fits as mass_fits
 from kvengine.kernels.gpu import FUSED
 from kvengine.kernels.lowrank_attention import lowrank_attention
-from kvengine.kernels.page_scores import best_units, log_shares, page_scores
+from kvengine.kernels.page_scores import best_units, head_scores, log_shares, page_scores, units_by_share
 from kvengine.kernels.page_scores.coarse import Coarse
 from kvengine.kernels.paged_attention import paged_attention
 from kvengine.kernels.put_token import put_token
@@ -90,6 +90,9 @@ def test_c_chooses_units_and_makes_codes(axis: int) -> None:
     near, far = (low, low + 1), (apart(low, axis), apart(low + 1, axis))
     alike(*([page_scores(q, *x, alive, backend="native")] for x in (far, near)))
     alike(*([best_units(q, *x, alive, 60, coarse=Coarse())] for x in (far, near)))
+    alike(*([head_scores(q, *x, alive, backend="native")] for x in (far, near)))
+    shares: dict[str, Any] = dict(scale=0.2, first=True, reduce="mean", backend="native")
+    alike(*([units_by_share(q, x[0], alive, 60, **shares)] for x in (far, near)))
     for over in ("tokens", "channels"):
         x = draw(2, 64, 64)
         alike(*(quantise(y, 4, 32, over, backend="native") for y in (apart(x, axis), x)))  # type: ignore[arg-type]
