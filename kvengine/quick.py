@@ -46,7 +46,6 @@ class Quick(Choosing):
             self.whole &= self.plain
             self.since = self.seen
             self.seen += 1
-            self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         return out
 
     def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
