@@ -44,7 +44,6 @@ class Quick(Choosing):
             if self.waits:
                 self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
             self.whole &= self.plain
-            self.since = self.seen
             self.seen += 1
         return out
 
