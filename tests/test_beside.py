@@ -112,6 +112,23 @@ def test_one_call_changes_nothing(
         assert torch.equal(a.position, b.position) and torch.equal(a.alive, b.alive) and a.clean == b.clean
 
 
+@pytest.mark.parametrize("text", ["quantspec(group=8, residual=8)", "quantspec(group=16) + quest(budget=16, page=16)"])
+def test_one_call_reads_coarsely_from_the_first_token_on(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is asked to, and finely from the first one that is not."""
+    found = []
+    for coarse, once in ((True, True), (False, True), (True, False)):
+        if not once:
+            monkeypatch.setattr(Beside, "reading", lambda *_: None)
+        bare = Bare(text, dim=32, tokens=180)
+        bare.feed(170)
+        for i in range(6):
+            bare.cache.session.coarse = coarse and i in (2, 3)
+            found.append(bare.feed(1))
+    for i, (mine, fine, want) in enumerate(zip(found[:6], found[6:12], found[12:], strict=True)):
+        torch.testing.assert_close(mine, want, rtol=0, atol=1e-6)
+        assert ((mine - fine).abs().max() > 1e-3) == (i in (2, 3))
+
+
 ONCE = [
     "h2o(budget=20)", "h2o(budget=0.3, recent=0.2, reduce='max')", "h2o(budget=30, reduce='sum')", "tova(budget=20)",
     "tova(budget=9, recent=4)", "duo(sinks=2, recent=9) + tova(budget=0.2)",

@@ -5,17 +5,19 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support import one, patched
+from support import held, one, patched
 from test_ragged_turns import ragged, talk
 from torch import Tensor
 
 import kvengine
 from kvengine import EngineCache
+from kvengine.cache import LayerCache
 from kvengine.errors import UnsupportedPolicy
 from kvengine.policies.retention import Retention, Seen
 from kvengine.policies.retention.h2o import H2O
 from kvengine.policies.retention.streaming import Streaming
 from kvengine.policies.retention.tova import TOVA
+from kvengine.session import Call
 
 
 @dataclass(frozen=True)
@@ -129,3 +131,25 @@ def test_what_is_derived_from_a_method_keeps_its_own_way_where_the_prompt_alone_
         model(torch.arange(40)[None], cache=cache)
         model(torch.arange(3)[None, :1], cache=cache)
     assert set(cache.stats().held.flatten().tolist()) == {10 + 1}
+
+
+@dataclass(frozen=True)
+class Some(Retention):
+    """Of a prompt every row's even positions, but all of the first row; or all of all."""
+
+    every: bool = False
+
+    def keep(self, seen: Seen) -> Tensor | None:
+        return (
+            None
+            if self.every
+            else seen.valid & ((seen.position % 2 == 0) | (torch.arange(len(seen.first)) == 0)[:, None])
+        )
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_what_one_row_drops_goes_where_another_keeps_all(every: bool) -> None:
+    cache = LayerCache(kvengine.Stack(retention=Some(every)), 0, 1)
+    for n in (12, 1):
+        cache.forward(*(torch.randn(2, 1, n, 8) for _ in range(3)), Call(0.3))
+    assert [head for (head,) in held(cache)] == [[*range(13)], [*range(13)] if every else [*range(0, 12, 2), 12]]

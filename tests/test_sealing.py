@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Bare
+from support import Bare, held
 from torch import Tensor
 
 from kvengine.holding import Holding
@@ -181,3 +181,23 @@ def test_what_a_query_read_goes_with_its_row(text: str) -> None:
         twin.rows(order)
         assert torch.equal(lane.reach(), before.unflatten(0, (2, 2))[order].flatten(0, 1))
     assert noted == {True, False}
+
+
+@pytest.mark.parametrize("text", ["kivi(bits=4, group=8, residual=8)", "quest(budget=16, page=8)"])
+def test_a_page_of_one_row_alone_is_taken_back(text: str) -> None:
+    """Rows of different lengths seal at different tokens: what was sealed of one stands in the tail again."""
+    drafted, plain, valid = Bare(text, rows=2), Bare(text, rows=2), torch.ones(2, 61, dtype=torch.bool)
+    valid[0, :3] = False
+    for bare in (drafted, plain):
+        bare.feed(61, valid)
+        for _ in range(4):
+            bare.feed(1)
+    drafted.cache.session.recording, before = True, held(drafted.cache)
+    sealed = [drafted.cache.parts[0].lane.pages.filled for _ in range(9) if drafted.feed(1) is not None]  # type: ignore[union-attr]
+    assert any(len(set(filled.tolist())) == 2 for filled in sealed)
+    drafted.back(9)
+    drafted.cache.commit()
+    drafted.cache.session.recording = False
+    assert held(drafted.cache) == before
+    for _ in range(9):
+        torch.testing.assert_close(drafted.feed(1), plain.feed(1), rtol=0, atol=0)

@@ -258,7 +258,8 @@ class Slots:
         whole = merge_states(parts, dtype=q.dtype)
         mass = received(parts, whole) if pays else None
         if token.rule is not None and place is not None:
-            verdict(token.rule, place, at, mass=mass, score=score, keys=keys, values=values)
+            # A score that no verdict asks for is that of all slots.
+            verdict(token.rule, place, at, mass=mass, score=score if pays else None, keys=keys, values=values)
         out = whole.out.to(q.dtype).reshape(q.shape[0], 1, q.shape[1], self.dim_v)
         given, weighed = self.given(token, asked, key, value, whole.out), list[State]()
         given[5 : 5 + len(there)] = [keys, values, *told]

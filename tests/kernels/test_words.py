@@ -136,6 +136,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed, by width, huge": {"salient": 0.5, **WIDE, "k_size": 1.2e4, "v_size": 1.2e4, "negative": True},
     "mixed, by width, small": {"salient": 0.7, **WIDE, "k_size": 1e-3, "v_size": 1e-3, "heads": 1},
     "mixed, by width, tiny values": {"salient": 0.6, **WIDE, "page": 32, "v_size": 1e-9},
+    "mixed, by width, queries of one channel": {"salient": 0.6, **WIDE, "page": 32, "peak": 0},
+    "mixed, by width, queries of another channel": {"salient": 0.6, **WIDE, "page": 32, "peak": 2},
     "mixed, by width, values that grow": {"salient": 0.6, "dim": 128, "dim_v": 128, "grow": True},
     "mixed, by width, large queries": {"salient": 0.3, "page": 128, **WIDE, "large": True, "constant": True},
 }
@@ -147,7 +149,7 @@ def case(
     sinks: bool = False, large: bool = False, salient: float | None = None,
     ranges: torch.dtype = torch.float16, turned: bool = False, grow: bool = False, v_group: int | None = None,
     k_size: float = 1.0, v_size: float = 1.0, constant: bool = False, shift: float = 0.0, negative: bool = False,
-    nibbles: bool = False, pages: int | None = None, gap: bool = False, ends: bool = False,
+    nibbles: bool = False, pages: int | None = None, gap: bool = False, ends: bool = False, peak: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """Queries, fields, table, position and options; one full row, one with missing pages, one without any."""
     rng = torch.Generator().manual_seed(dim + page)
@@ -179,6 +181,8 @@ def case(
         chosen = torch.rand(len(k), page, generator=rng).argsort(1) < round(salient * page)
         fields = codecs.encode_zipcache(k, v, (4, 2), chosen)
     q = torch.randn(ROWS, heads, query, dim, generator=rng).bfloat16() * (1e6 if large else 1)
+    if peak is not None:  # counted in any other's size, that one would leave float16
+        q *= torch.where(torch.arange(dim) == peak, 1, 1e-6).bfloat16()
     if ends:  # times a scale it fits into float16 only where no query counts for more than 1
         q[..., 0] = 3.9
     table = torch.randperm(len(k), generator=rng)[: ROWS * TABLE].reshape(ROWS, TABLE).int()
