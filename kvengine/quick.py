@@ -45,6 +45,7 @@ class Quick(Choosing):
                 self.ask(q.reshape(len(self.first), -1, 1, q.shape[-1]), None)
             self.whole &= self.plain
             self.seen += 1
+            self.lengths = [(n + 1, rows) for n, rows in self.lengths]
         return out
 
     def quick_paged(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
