@@ -20,7 +20,6 @@ from typing import IO, Any
 
 from kvengine.errors import EvaluationError
 from kvengine.evals.tasks import Sample
-from kvengine.offload.stores.filesystem import FileSystem
 
 Row = dict[str, Any]
 
@@ -121,6 +120,8 @@ class Journal:
                 f"{self.path} is gone, which this run was writing: was its folder moved? Give the command again with --out "
                 "where it is now"
             )
+        from kvengine.offload.stores.filesystem import FileSystem  # brings torch, which `--help` does not wait for
+
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         new, files = not self.path.exists(), FileSystem()
         self.path.parent.mkdir(parents=True, exist_ok=True)

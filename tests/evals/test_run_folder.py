@@ -26,10 +26,10 @@ from kvengine.evals.tasks import Sample, Turn
 from kvengine.offload.stores.filesystem import FileSystem
 
 
-def run(folder: Path, *more: str) -> tuple[int, str]:
+def run(folder: Path, *more: str, suite: str = "ruler", tasks: str = "fwe") -> tuple[int, str]:
     """A run of one sample in `folder`/run: exit code, and what was said."""
-    words = ["--model", str(folder / "model"), "--out", str(folder / "run"), "--tasks", "fwe", "--lengths", "1024"]
-    found = CliRunner().invoke(app, ["eval", "ruler", *words, "--samples", "1", "--no-report", *more])
+    words = ["--model", str(folder / "model"), "--out", str(folder / "run"), "--tasks", tasks, "--lengths", "1024"]
+    found = CliRunner().invoke(app, ["eval", suite, *words, "--samples", "1", "--no-report", *more])
     return found.exit_code, found.output
 
 
@@ -41,11 +41,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("other", [("--seed", "7"), ("--own-answers",)])
-def test_other_questions_may_not_join_a_run(folder: Path, other: tuple[str, ...]) -> None:
+def test_questions_after_other_answers_may_not_join_a_run(tmp_path: Path) -> None:
+    saved_model(tmp_path / "model")
+    code, text = run(tmp_path, suite="quiz", tasks="quiz_single")
+    assert code == 0, text
+    rows = (tmp_path / "run" / "rows.jsonl").read_bytes()
+    code, text = run(tmp_path, "--own-answers", suite="quiz", tasks="quiz_single")
+    assert code == 2 and "choose another --out" in text
+    assert (tmp_path / "run" / "rows.jsonl").read_bytes() == rows
+
+
+def test_other_questions_may_not_join_a_run(folder: Path) -> None:
     """Its policies would be compared, sample by sample, on questions that differ."""
     rows = (folder / "run" / "rows.jsonl").read_bytes()
-    code, text = run(folder, *other)
+    code, text = run(folder, "--seed", "7")
     assert code == 2 and "choose another --out" in text
     assert (folder / "run" / "rows.jsonl").read_bytes() == rows
     assert run(folder, "--policies", "streaming(recent=64)")[0] == 0  # another policy may
