@@ -154,7 +154,7 @@ def same_tokens(mine: LayerCache, theirs: LayerCache, dtype: torch.dtype) -> Non
             torch.testing.assert_close(note, twin.lane.notes[name], equal_nan=True, **about)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", every(2, ONCE))
 @pytest.mark.parametrize(("shape", "dtype", "pad"), kinds("GQA", "odd", "MHA"))
 @pytest.mark.parametrize("prompt", [12, 40])  # within the budget at first, and beyond it
@@ -172,7 +172,7 @@ def test_one_call_keeps_the_same_tokens(
     same_tokens(layer, other, dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", [text for text in ONCE if "d2o" in text or "elastic" in text])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ahead", [0, 5])  # tokens before the draft: the first needs a slot more than the prompt left

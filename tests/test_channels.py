@@ -90,7 +90,7 @@ def test_where_the_model_cannot_be_tried_its_first_tokens_are(text: str) -> None
     assert not bare.cache.parts and not bare.cache.seen
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", methods())
 def test_what_a_model_of_odd_heads_is_not_refused_it_generates_with(name: str) -> None:
     model = llama(head_dim=20, hidden_size=48, num_attention_heads=3, num_key_value_heads=3)

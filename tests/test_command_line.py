@@ -69,7 +69,7 @@ def test_the_package_is_the_command_too() -> None:
     assert found.stdout == f"kvengine {version('kvengine')}\n"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "code", "says"), [
     ("--version", 0, version("kvengine")),
     ("--help", 0, "generate"),

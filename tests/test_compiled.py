@@ -134,7 +134,7 @@ def replay(text: str, padding: int = 9) -> tuple[list[Tensor], list[Tensor], lis
     return want, got, places
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", every(2, EVERY, 1))
 def test_the_text_is_that_of_eager_decoding(text: str, model: Any) -> None:
     with kvengine.patched(model, text):
@@ -155,7 +155,7 @@ def test_a_recorded_model_speaks_the_same_text(text: str) -> None:
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(4, EVERY, 2))
 def test_with_the_kernels_that_users_have(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -175,7 +175,7 @@ def test_kernels_in_c_are_not_taken_for_recorded(text: str, monkeypatch: pytest.
         assert torch.equal(decode(model, decoder, one(), 30), decode(model, None, one(), 30))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", every(3, EVERY))
 def test_a_step_recorded_once_is_right_from_then_on(text: str) -> None:
     want, got, places = replay(text, 0 if text in EVEN else 9)
@@ -413,7 +413,7 @@ class FakeGraph:
         self.captured.run()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(4, EVERY))
 def test_warming_up_leaves_no_trace(text: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to a CUDA graph, with a stand-in for CUDA: what the steps before the capture wrote is undone."""

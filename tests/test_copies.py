@@ -38,7 +38,7 @@ def test_every_method_is_here() -> None:
     assert not rest, f"add a stack with {sorted(rest)} to STACKS, or a name to WHOLE or NOTHING"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", STACKS)
 def test_a_decoded_token_copies_little(text: str) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -59,7 +59,7 @@ def slope(model: Any, before: Tensor, after: Tensor, first: bool) -> tuple[float
     return want, min(found, key=lambda y: abs(y - want))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("length", [1, ALL - READ])
 @pytest.mark.parametrize("text", every(3, [*STACKS.values(), *MIXED]))
 def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: str, length: int) -> None:
@@ -74,7 +74,7 @@ def test_a_pass_over_what_was_read_without_gradients_has_the_right_ones(text: st
         assert found == pytest.approx(want, rel=2e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(3, [*STACKS.values(), *MIXED], 1))
 def test_gradients_of_two_passes_are_right_or_refused(text: str) -> None:
     model = frozen(text)
@@ -89,7 +89,7 @@ def test_gradients_of_two_passes_are_right_or_refused(text: str) -> None:
         assert found == pytest.approx(want, rel=2e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["steps", "follow"])
 @pytest.mark.parametrize("name", ["full", "h2o", "quantspec", "quest", "streaming", "duo", "lowrank", "disk"])
 def test_a_backward_pass_over_what_has_changed_says_so(name: str, way: str) -> None:

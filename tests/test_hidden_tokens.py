@@ -54,7 +54,7 @@ def test_hidden_tokens_are_not_read(name: str) -> None:
     assert torch.equal(greedy(model, second, **{CACHE: talked(model, kvengine.EngineCache(model))}), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", every(3, WIDE))
 def test_hidden_tokens_are_not_read_by_a_turn_of_one_token(name: str) -> None:
     """Which for the rest resumes decoding."""

@@ -116,7 +116,7 @@ def launches(
     return Counter({name: n for name, n in made.items() if name not in NOTHING})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["recorded", "eager"])
 @pytest.mark.parametrize("text", COUNTED)
 def test_a_step_launches_what_the_documentation_says(text: str, way: str, patch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def layer(text: str, qkv: list[Tensor], here: bool = False) -> LayerCache:
     return cache
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("text", "held"), in_turn(EVERY, [False, True]))
 def test_a_step_moves_nothing(text: str, held: bool, device: Device) -> None:
     """Nor is anything moved between two steps, but the numbers of pages that are sealed, and pages to their place."""

@@ -89,7 +89,7 @@ def talk(
     return torch.stack(out, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("text", every(3, STACKS))
 def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
@@ -100,7 +100,7 @@ def test_a_row_of_a_ragged_turn_is_as_alone(text: str, follow: bool) -> None:
         torch.testing.assert_close(together[row], talk(model, [row], follow)[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunks", [(), pytest.param((6, 11), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("text", every(3, [*STACKS, *SILENT], 1))
 def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ def test_a_row_that_says_nothing_in_a_turn_stays_as_it_was(text: str, chunks: tu
     torch.testing.assert_close(together[1, [0, 1, 3]], alone[0, [0, 1, 3]], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(3, ["duo(sinks=2, recent=10) + quest(budget=24, page=4)", *STACKS, *SILENT]))
 def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
     """Of a row that has a cache of its own, but the turns of a batch."""
@@ -126,7 +126,7 @@ def test_a_turn_of_padding_alone_leaves_no_trace(text: str) -> None:
     torch.testing.assert_close(*out, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(4, [*SMALL.values(), *MIXED]))
 def test_a_batch_that_begins_with_padding_alone_begins_behind_it(text: str) -> None:
     model, out, (ids, _) = patched(text).double(), [], ragged(2, 40, (0,), 1)
@@ -201,7 +201,7 @@ def read(model: torch.nn.Module, ids: Tensor, mask: Tensor, cuts: tuple[int, ...
     return [row[real] for row, real in zip(torch.cat(out, 1), mask.bool(), strict=True)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "text", [SMALL[name] for name in ("h2o", "snapkv", "tova", "d2o", "elastic", "duo", "ashape")] + STACKS[-6:-1]
 )

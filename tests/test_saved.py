@@ -45,7 +45,7 @@ def stacks() -> list[str]:
     return list(dict.fromkeys([*SMALL.values(), *MIXED]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stack", every(2, stacks()))
 def test_a_restored_session_continues_bit_for_bit(stack: str, tmp_path: Path) -> None:
     model = llama()
@@ -81,7 +81,7 @@ def test_a_session_of_autocast_is_restored_for_it(stack: str, tmp_path: Path) ->
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stack", every(2, stacks()))
 def test_a_session_that_outgrew_its_budget_while_decoding_is_restored(stack: str, tmp_path: Path) -> None:
     model = llama()

@@ -67,7 +67,7 @@ def check_bytes(cache: kvengine.EngineCache) -> None:
     assert set(stats.bytes) <= {"device", "host", "disk", "remote"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("asked", [prompts, one], ids=["ragged", "alone"])
 @pytest.mark.parametrize("text", every(5, [*SMALL.values(), *MIXED]))
 def test_bytes_equal_the_allocations(text: str, asked: Callable[[], dict[str, Tensor]]) -> None:
@@ -87,7 +87,7 @@ def test_a_prompt_that_follows_keeps_nothing_that_units_were_chosen_by_before() 
     test_bytes_equal_the_allocations(SMALL["quest"], one)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", every(3, [*SMALL.values(), *MIXED], 1))
 def test_tokens_held_are_those_that_are_there(text: str) -> None:
     model = patched(text)

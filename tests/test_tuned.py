@@ -53,7 +53,7 @@ def text(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
     return model.generate(**batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", WIDE)
 def test_a_prefix_is_read_as_before_where_nothing_is_lost(name: str) -> None:
     want = text(tuned(llama()), one()).sequences

@@ -369,7 +369,7 @@ def test_a_comparison_is_json_that_says_how_to_get_it_again(tmp_path: Path, monk
     assert other.exit_code == 2 and "is for 1 layers of 2 KV heads" in other.stderr and "all: " not in other.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "message"), [
     (["train", "bundled", "--out", "{}/out", "--sinks", "900", "--recent", "100", "--shortest", "1000", "--longest", "1000",
       "--style", "magic", "--keys", "1"], "all of a context of 1000: streaming heads would lack nothing"),

@@ -32,7 +32,7 @@ def has_plain_layers(name: str) -> bool:
     )  # inkling: its scores have a bias
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("count", [FEW, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str, count: int) -> None:
     want = greedy(configs.build(name), count)
@@ -44,7 +44,7 @@ def test_full_gives_the_stock_tokens_on_a_padded_batch(name: str, count: int) ->
     assert torch.equal(after, want[:, : after.shape[1]])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
     model = configs.build(name)
     if has_plain_layers(name):
@@ -57,7 +57,7 @@ def test_a_policy_runs_or_is_refused_with_a_reason(name: str) -> None:
             kvengine.patch(model, "snapkv(budget=12, window=4)")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_loop_of_ones_own_is_under_the_engine(name: str) -> None:
     ids, logits = configs.padded_batch()["input_ids"][:1], []
     asked = {"use_cache": True} if name == "inkling" else {}  # which makes none by itself

@@ -143,7 +143,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("text", STORED)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_the_unpatched_models(way: str, text: str) -> None:

@@ -89,14 +89,14 @@ def stock(name: str) -> Tensor:
     return greedy(configs.build(name))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", every(len(NAMES), product(NAMES, WHOLE)), ids=" ".join)
 def test_a_budget_beyond_the_text_gives_the_stock_tokens(case: tuple[str, str]) -> None:
     name, text = case
     assert torch.equal(greedy(kvengine.patch(configs.build(name), text)), stock(name))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("text", [LATENT[0], *every(2, LATENT[1:])])
 def test_a_row_alone_is_the_row_in_a_batch(text: str) -> None:
     model, batch = configs.build("deepseek_v3"), configs.padded_batch()

@@ -149,7 +149,7 @@ def test_trying_leaves_no_trace() -> None:
     assert isinstance(model, transformers.PreTrainedModel)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "glm4", "gemma2", "gemma3"])
 @pytest.mark.parametrize("policy", ["expected_attention", "streaming", "d2o"])
 def test_methods_that_need_it_run_on_these_families(name: str, policy: str) -> None:

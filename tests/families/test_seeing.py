@@ -63,7 +63,7 @@ def next_turn(name: str, found: Any, batch: dict[str, Tensor], model: Any = None
     return told(name, so_far, torch.cat([batch["attention_mask"], more], 1)) | view
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", parameters())
 def test_text_is_the_unpatched_models(name: str) -> None:
     """Also where steps are recorded, and without what is seen it would be another."""
@@ -146,7 +146,7 @@ def stock(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", parameters())
 def test_later_turns_are_the_unpatched_models(name: str) -> None:
     model, (batch, _) = build(name), shown(name, (1, 1))

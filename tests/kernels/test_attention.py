@@ -287,7 +287,7 @@ def test_values_that_are_the_keys_first_channels(
     oracle.close(got, want, BOUND[dtype])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.skipif("native" not in BACKENDS, reason="no C compiler")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize(

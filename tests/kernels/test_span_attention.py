@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("kind", ["causal", "band", "sparse"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,7 +147,7 @@ def test_heads_that_leave_no_room_for_tokens_are_taken_some_at_a_time(backend: s
     assert oracle.error(got, want.out) <= 1e-5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("softcap", [None, 0.5, 2.0])
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -125,7 +125,7 @@ def each(test: Any) -> Any:
     return functools.reduce(lambda test, mark: mark(test), MERGING, test)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @each
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -153,7 +153,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("costs", [Costs(0.02, 0.0, 0.05), Costs(0.1), Costs(0.5, 0.6, 0.08)], ids=str)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_near_the_best_fixed_length(name: str, costs: Costs) -> None:

@@ -74,7 +74,7 @@ HONOURED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("own", [True, False])
 def test_honoured(target: Any, decoder: TriForce, name: str, own: bool) -> None:

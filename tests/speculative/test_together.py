@@ -87,7 +87,7 @@ def counted(*models: Any) -> Iterator[list[tuple[Any, int, bool]]]:
             hook.remove()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "middle, mode",
     [

@@ -57,7 +57,7 @@ def greedy(target: Any, ids: torch.Tensor, new: int = 30, **options: Any) -> lis
     return target.generate(ids, max_new_tokens=new, do_sample=False, **options).tolist()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "middle, draft", [*((middle, "lookup") for middle in MIDDLES), *((middle, "model") for middle in MIDDLES[:5])]
 )

@@ -45,7 +45,7 @@ def chosen(m: Tensor, threshold: float, first: int) -> Tensor:
     return keep
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("queries", "tokens"), [(40, 40), (61, 61), (16, 80), (9, 61), (1, 33)])
 @pytest.mark.parametrize(("stride", "block"), [(4, 16), (8, 8), (1, 8)])
 @pytest.mark.parametrize("room", [1, 1 << 22], ids=["a block at a time", "all"])

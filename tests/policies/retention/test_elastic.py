@@ -45,7 +45,7 @@ def same(found: Held, want: Held) -> None:
         torch.testing.assert_close(found[p], want[p])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 0), 2)])
 @pytest.mark.parametrize("offset, sinks, recent", [(-4, 1, 1), (0, 3, 4), (3, 1, 4), (-9, 3, 1)])
 def test_anchors_buckets_and_the_place_that_goes(

@@ -28,7 +28,7 @@ def verdict(score: dict[int, float], now: int, budget: int, recent: float, avera
     return best(ranked, budget, lambda p: p > now - newest)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @SHAPES
 @pytest.mark.parametrize("recent", [0.5, 0, 1])
 @pytest.mark.parametrize("average, reduce", [(False, "mean"), (True, "mean"), (False, "max"), (True, "sum")])

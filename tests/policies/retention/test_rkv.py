@@ -51,7 +51,7 @@ def verdict(case: Case, row: int, tokens: list[int], newest: int, options: dict[
     return best(score, int(o["budget"]), lambda t: t > newest - o["window"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (25, 0), 2)])
 @pytest.mark.parametrize("length, budget, mix", [(37, 14, 0.3), (9, 14, 0.3), (37, 30, 0.0), (37, 14, 1.0)])
 def test_it_judges_where_a_row_is_full(

@@ -28,7 +28,7 @@ def pooled(vote: list[float], kernel: int, pool: str) -> list[float]:
     return [max(near) if pool == "max" else sum(near) / kernel for near in around]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("heads, group, pads, chunks", [(2, 2, (0, 5), 3), (3, 1, (0,), 1), (1, 4, (4, 33), 2)])
 @pytest.mark.parametrize("kernel, pool, reduce", [(5, "avg", "mean"), (1, "avg", "max"), (7, "max", "sum")])
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (1.5, False), (None, True)])
