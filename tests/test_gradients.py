@@ -185,7 +185,7 @@ def test_blocks_of_memory_of_their_own_take_gradients(name: str, monkeypatch: py
         torch.testing.assert_close(mapped, ours, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own way there
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own way there
 @pytest.mark.parametrize(("tokens", "way"), [(1, "dual"), (ALL, "jvp")])
 def test_derivatives_that_go_forward_are_refused_and_the_cache_goes_on(tokens: int, way: str) -> None:
     """They were dropped at the first kernel, and the model's answer had others than its own, in silence."""
