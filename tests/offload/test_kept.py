@@ -327,15 +327,20 @@ def test_a_clock_that_was_put_back(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_clock_that_is_put_back_while_a_store_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values from before stayed, and whatever was put then went when the next one came."""
-    store, now = Files(tmp_path, cap=900, sync="none"), 0.0
+def newest_stay(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of three values keeps those that were put last, though the clock was put back before most were."""
+    now = 0.0
     for module in ("files", "record"):
         monkeypatch.setattr(f"kvengine.offload.stores.{module}.time", SimpleNamespace(time=lambda: now))
     for now, key in zip([90_000, 90_001, *range(8)], KEYS, strict=False):  # noqa: B007
         store.put(key, [bytes(300)])
     assert [entry.key for entry in store.entries()] == KEYS[7:10]
     store.close()
+
+
+def test_a_clock_that_is_put_back_while_a_store_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values from before stayed, and whatever was put then went when the next one came."""
+    newest_stay(Files(tmp_path, cap=900, sync="none"), monkeypatch)
 
 
 def test_a_clock_that_was_put_back_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,13 +354,7 @@ def test_a_clock_that_was_put_back_on_a_full_disk(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, "no space left")
             super().write(handle, data)
 
-    store, now = Files(tmp_path, sync="none", files=Full()), 0.0
-    for module in ("files", "record"):
-        monkeypatch.setattr(f"kvengine.offload.stores.{module}.time", SimpleNamespace(time=lambda: now))
-    for now, key in zip([90_000, 90_001, *range(8)], KEYS, strict=False):  # noqa: B007
-        store.put(key, [bytes(300)])
-    assert [entry.key for entry in store.entries()] == KEYS[7:10]
-    store.close()
+    newest_stay(Files(tmp_path, sync="none", files=Full()), monkeypatch)
 
 
 def test_what_was_deleted_is_not_left_in_quarantine(tmp_path: Path) -> None:
